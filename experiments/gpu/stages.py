@@ -47,9 +47,9 @@ STAGES = (
     _tests("host_waits"),
     _tests("comm"),
     _tests("kernels", "cupy", "hypothesis"),
-    _tests("optimizers", "cupy"),
+    _tests("optimizers", "cupy", "pydantic"),
     _tests("engine", "pydantic"),
-    _tests("several_processes"),
+    _tests("several_processes", "pydantic"),
     _tests("sparse_attention", "triton"),
     Stage("train_bert", ("-m", "experiments.gpu.training", "--output", "{output}/train_bert.json"), ("cupy",)),
     Stage(

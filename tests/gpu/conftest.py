@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
-NEEDS = {"test_engine.py": "pydantic", "test_kernels.py": "hypothesis"}
+_NEED_PYDANTIC = ("test_engine.py", "test_optimizers.py", "test_several_processes.py")
+NEEDS = {"test_kernels.py": "hypothesis", **dict.fromkeys(_NEED_PYDANTIC, "pydantic")}
 """Modules that a file's imports take along, and that a GPU's machine may lack."""
 
 LACKING = {file: module for file, module in NEEDS.items() if importlib.util.find_spec(module) is None}

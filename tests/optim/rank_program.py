@@ -8,13 +8,13 @@ import torch
 
 import thinwire
 from tests.compress import bodies
-from tests.optim.diloco import bodies as local_bodies
+from tests.optim.diloco import tower
 
 
 def main() -> None:
     torch.set_num_threads(1)
     comm = thinwire.comm.init(timeout=600.0)
-    several = (*bodies.ANYWHERE, *bodies.SEVERAL, *local_bodies.ALL)
+    several = (*bodies.ANYWHERE, *bodies.SEVERAL, *tower.ALL)
     for size, chosen in ((1, bodies.ANYWHERE), (comm.size, several)):
         part = comm.split(0 if comm.rank < size else None)
         if part is not None:

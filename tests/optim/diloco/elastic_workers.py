@@ -16,7 +16,7 @@ from thinwire.comm import Elastic
 from thinwire.optim.diloco import elastic_meeting
 from thinwire.optim.diloco.elastic_home import ElasticHome
 
-__all__ = ["SETTINGS", "make", "meeting", "step", "together"]
+__all__ = ["SETTINGS", "go_on", "make", "meeting", "step", "together"]
 
 SETTINGS = Elastic(workers=3, address="here:1", timeout=60.0, join_timeout=60.0, silence=20.0)
 
@@ -64,3 +64,8 @@ def step(model: Tower, optimizer: thinwire.DiLoCo, data: int) -> None:
     optimizer.zero_grad()
     loss_of(model, data, optimizer.steps + 1).backward()
     optimizer.step()
+
+
+def go_on(model: Tower, optimizer: thinwire.DiLoCo, data: int, until: int) -> None:
+    while optimizer.steps < until:
+        step(model, optimizer, data)

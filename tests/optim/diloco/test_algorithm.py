@@ -1,17 +1,20 @@
-"""DiLoCo against its published algorithms in float64, and against its inner optimizer."""
+"""DiLoCo against its published algorithms in float64 and its inner optimizer; how a model is cut, when its fragments
+leave, and what is refused."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.optim.diloco.bodies import follows_the_published_algorithms, outer_weights_agree
+import thinwire
 from tests.optim.diloco.reference import flat
-from tests.optim.diloco.tower import Tower, loss_of, make, train
+from tests.optim.diloco.tower import Tower, follows_the_published_algorithms, loss_of, make, outer_weights_agree, train
 from thinwire.comm import Communicator, threads
+from thinwire.optim.diloco.fragments import Timetable, auto_fragments, cut_fragments, layers_of
 
 
 @pytest.mark.parametrize(("workers", "momentum"), [(1, 0.9), (2, 0.0), (3, 0.9), (4, 0.9)])
@@ -41,8 +44,150 @@ def test_one_worker_that_syncs_at_every_step_is_the_inner_optimizer(inner: Any) 
     assert torch.equal(threads.run(body, 1)[0], flat(plain.parameters()))
 
 
-@pytest.mark.parametrize(
-    ("workers", "codec"), [(2, "int8"), (3, "sign1"), (4, "bf16"), (3, "int4"), (2, "stat2"), (2, "fp8")]
-)
+@pytest.mark.parametrize(("workers", "codec"), [(3, "sign1"), (4, "bf16"), (2, "int4")])
 def test_outer_weights_are_the_same_bits_on_every_rank(workers: int, codec: str) -> None:
     threads.run(lambda comm: outer_weights_agree(comm, codec), workers)
+
+
+# Fragments
+
+BERT = ["embeddings.word.weight", *(f"encoder.layer.{n}.{one}" for n in range(5) for one in ("w", "b")), "head.weight"]
+
+
+def test_layers_are_the_entries_of_the_largest_numbered_list() -> None:
+    assert layers_of(BERT) == [[1 + 2 * n, 2 + 2 * n] for n in range(5)]
+    assert layers_of(["a", "b.weight"]) == []
+    assert layers_of(["0.weight", "0.bias", "2.weight"]) == [[0, 1], [2]]
+
+
+def test_layers_are_strided_and_the_rest_fills_up() -> None:
+    numels = {0: 1000, **dict.fromkeys(range(1, 11), 50), 11: 13}
+    fragments = cut_fragments(BERT, numels, 2)
+    sizes = [one.numel for one in fragments]
+    assert sum(sizes) == sum(numels.values())
+    assert abs(sizes[0] - sizes[1]) <= 1
+    assert {piece.parameter for piece in fragments[0].pieces} >= {1, 2, 5, 6, 9, 10}
+    assert {piece.parameter for piece in fragments[1].pieces} >= {3, 4, 7, 8}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_every_element_is_in_one_fragment_once(count: int) -> None:
+    numels = {0: 777, **{number: 10 * number + 3 for number in range(1, 11)}, 11: 1}
+    fragments = cut_fragments(BERT, numels, count)
+    places = sorted(
+        (piece.parameter, element)
+        for one in fragments
+        for piece in one.pieces
+        for element in range(piece.start, piece.start + piece.numel)
+    )
+    assert places == [(number, element) for number, numel in numels.items() for element in range(numel)]
+    for one in fragments:
+        ends = [0, *itertools.accumulate(piece.numel for piece in one.pieces)]
+        assert [piece.offset for piece in one.pieces] == ends[:-1]
+
+
+def test_frozen_layers_are_none() -> None:
+    with pytest.raises(ValueError, match="fragments=3 for 2 layers"):
+        cut_fragments(BERT, {1: 4, 3: 4, 11: 9}, 3)
+
+
+def test_auto_is_a_fragment_for_three_layers() -> None:
+    assert auto_fragments([f"h.{number}.w" for number in range(24)]) == 8
+    assert auto_fragments(BERT) == 1
+    assert auto_fragments(["weight"]) == 1
+
+
+@pytest.mark.parametrize(("every", "fragments"), [(1, 1), (30, 1), (30, 3), (7, 3), (2, 5), (100, 8)])
+def test_each_fragment_leaves_once_in_every_interval(every: int, fragments: int) -> None:
+    table = Timetable(every, 0, fragments)
+    left = [(step, one) for step in range(1, 5 * every + 1) for one in table.leaving(step)]
+    for fragment in range(fragments):
+        steps = [step for step, one in left if one == fragment]
+        assert len(steps) == 5
+        assert {later - earlier for earlier, later in itertools.pairwise(steps)} <= {every}
+    assert (every, fragments - 1) in left
+
+
+# Refusals
+
+BAD = [
+    ({"every": 0}, ValueError, "every must be a whole number of at least 1"),
+    ({"every": 2.5}, ValueError, "every must be a whole number"),
+    ({"every": 4, "overlap": 4}, ValueError, "overlap must be a number of steps from 0 up to, not including, every=4"),
+    ({"overlap": -1}, ValueError, "overlap"),
+    ({"fragments": 5}, ValueError, "fragments=5 for 4 layers"),
+    ({"fragments": 0}, ValueError, "fragments"),
+    ({"mix": 1.0}, ValueError, "mix must be a number from 0 up to, not including, 1"),
+    ({"outer_lr": -0.1}, ValueError, "outer_lr"),
+    ({"outer_lr": float("nan")}, ValueError, "outer_lr"),
+    ({"outer_momentum": 1.0}, ValueError, "outer_momentum"),
+    ({"codec": "int3"}, ValueError, "codec must be"),
+    ({"stage": 1}, ValueError, "nodes="),
+    ({"stage": 3}, ValueError, "stage must be 0, 1 or 2"),
+    ({"nodes": [0]}, ValueError, "nodes must name the node of each"),
+    ({"lr": -1.0}, ValueError, "learning rate"),
+    ({"no_such_option": 1}, TypeError, "no_such_option"),
+    ({"inner": thinwire.OneBitAdam}, ValueError, "OneBitAdam communicates by itself"),
+    ({"inner": thinwire.ShardedOptimizer}, ValueError, "ShardedOptimizer communicates by itself"),
+    ({"inner": "AdamW"}, TypeError, "inner_class must be an optimizer class"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD, ids=[str(one[0]) for one in BAD])
+def test_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    def body(comm: Communicator) -> None:
+        given = dict(options)
+        with pytest.raises(error, match=message):
+            make(comm, Tower(), given.pop("inner", torch.optim.SGD), **given)
+
+    threads.run(body, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("every", (4, 6)),
+        ("overlap", (1, 2)),
+        ("fragments", (1, 2)),
+        ("outer_lr", (0.6, 0.7)),
+        ("codec", ("int8", "none")),
+        ("block_size", (64, 128)),
+        ("mix", (0.0, 0.5)),
+    ],
+)
+def test_ranks_that_differ_are_told(name: str, values: tuple[Any, Any]) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match=f"{name} is .* on rank 0"):
+            make(comm, Tower(), **{name: values[comm.rank]})
+
+    threads.run(body, 2)
+
+
+def test_a_fragment_that_does_not_exist_on_some_rank() -> None:
+    def body(comm: Communicator) -> None:
+        model = Tower()
+        if comm.rank == 1:
+            del model.layers[3]
+        with pytest.raises(ValueError, match="10 parameters against 12 on rank 0"):
+            make(comm, model)
+
+    threads.run(body, 2)
+
+
+def test_outer_settings_that_differ_later_are_found_at_the_next_outer_step() -> None:
+    def body(comm: Communicator) -> None:
+        model = Tower()
+        optimizer = make(comm, model, overlap=0)
+        train(model, optimizer, 1, 2)
+        if comm.rank == 1:
+            optimizer.outer_lr = 0.3
+        with pytest.raises(Exception, match="other hyperparameters"):
+            train(model, optimizer, 3, 4)
+
+    threads.run(body, 2)
+
+
+def test_parameters_are_not_added_later() -> None:
+    optimizer = make(threads.single(60.0), Tower())
+    with pytest.raises(RuntimeError, match="cannot be added"):
+        optimizer.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})

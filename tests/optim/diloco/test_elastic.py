@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.optim.diloco.bodies import relative_error
-from tests.optim.diloco.elastic_workers import SETTINGS, make, meeting, step, together
+from tests.optim.diloco.elastic_workers import SETTINGS, go_on, make, meeting, step, together
 from tests.optim.diloco.reference import algorithm_1, flat
-from tests.optim.diloco.tower import Tower, loss_of
-from thinwire.comm import CommunicationError, Communicator, Elastic, threads
+from tests.optim.diloco.tower import Tower, loss_of, relative_error
+from thinwire.comm import CommunicationError, Communicator, Elastic, MembershipError, threads
 from thinwire.optim.diloco.elastic_home import ElasticHome
 
 __all__ = ["meeting"]
@@ -111,8 +110,7 @@ def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner() -> Non
     def leaves() -> None:
         model = Tower()
         optimizer, _ = make(model, **options)
-        while optimizer.steps < 8:
-            step(model, optimizer, 2)
+        go_on(model, optimizer, 2, 8)
         optimizer.close()
 
     def joins() -> Tensor:
@@ -122,8 +120,7 @@ def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner() -> Non
             model.first.weight.zero_()  # its own weights do not count
         optimizer, _ = make(model, **options)
         assert (optimizer.steps, optimizer.workers) == (16, 3)
-        while optimizer.steps < 24:
-            step(model, optimizer, 3)
+        go_on(model, optimizer, 3, 24)
         optimizer.synchronize()
         return flat(model.parameters())
 
@@ -136,16 +133,22 @@ def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner() -> Non
     assert relative_error(first, wanted) < 1e-5  # fp32; a momentum begun anew leads to 0.1
 
 
-def test_no_sample_is_read_twice() -> None:
-    def body() -> list[int]:
-        optimizer, _ = make(Tower(), elastic=Elastic(workers=2, address="here:1"))
-        samples = iter(thinwire.ElasticSampler(optimizer, 10, seed=3, ahead=5))
-        found = [next(samples) for _ in range(10)]
+@pytest.mark.parametrize(("workers", "ranks"), [(2, 1), (1, 3)])
+def test_no_sample_is_read_twice_by_workers_or_ranks_of_one(workers: int, ranks: int) -> None:
+    each = 10 // (workers * ranks)
+
+    def body(comm: Communicator) -> list[int]:
+        settings = Elastic(workers=workers, address="here:1")
+        optimizer, _ = make(Tower(), comm=comm if ranks > 1 else None, elastic=settings)
+        samples = iter(thinwire.ElasticSampler(optimizer, workers * ranks * each, seed=3, ahead=each))
+        found = [next(samples) for _ in range(each)]
         optimizer.synchronize()
         return found
 
-    first, second = together([body, body])
-    assert sorted(first + second) == sorted(2 * list(range(10)))
+    found = together([lambda: threads.run(body, ranks)] * workers)
+    assert sorted(number for worker in found for rank in worker for number in rank) == list(
+        range(workers * ranks * each)
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,3 +192,106 @@ def test_trainers_do_not_count_the_steps_of_who_may_join_late(monkeypatch: pytes
     with pytest.raises(ValueError, match="Trainer counts steps and saves by itself"):
         Trainer().train()
     optimizer.close()
+
+
+# Whole nodes as workers: each a thread for every rank
+
+TWO = Elastic(workers=2, address="here:1", timeout=60.0, join_timeout=60.0, silence=20.0)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_nodes_average_gradients_inside_and_count_once_between(stage: int) -> None:
+    """Three workers, of two ranks, three and one."""
+    sizes = (2, 3, 2) if stage else (2, 3, 1)
+    options: dict[str, Any] = {"every": 4, "fragments": 2, "overlap": 0, "codec": "none", "outer_lr": 0.7}
+    options |= {"mix": 0.0, "fragments": 1, "stage": stage}
+
+    def live(node: int, comm: Communicator) -> tuple[Tensor, float, int]:
+        model = Tower()
+        optimizer, _ = make(model, comm=comm, **options)
+        go_on(model, optimizer, 10 * node + comm.rank, 12)
+        assert (optimizer.workers, optimizer.comm.size) == (3, sizes[node])
+        momentum = optimizer.model_state_bytes()["outer momentum"]
+        optimizer.synchronize()
+        return flat(model.parameters()), momentum, optimizer.bytes_sent_between_nodes
+
+    def node(number: int) -> Any:
+        return threads.run(lambda comm: live(number, comm), sizes[number])
+
+    found = [one for of_node in together([lambda n=n: node(n) for n in range(3)]) for one in of_node]  # type: ignore[misc]
+    assert all(torch.equal(found[0][0], weights) for weights, _, _ in found)
+    rounds = [{node: range(10 * node, 10 * node + size) for node, size in enumerate(sizes)}] * 3
+    wanted = algorithm_1(Tower(), rounds, loss_of, every=4, outer_lr=0.7, momentum=0.9)
+    assert relative_error(found[0][0], wanted) < 1e-5
+    # The first rank alone speaks with other nodes, and keeps the momentum.
+    speaks = [momentum > 0 and between > 0 for _, momentum, between in found]
+    assert speaks == [rank == 0 for size in sizes for rank in range(size)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_node_whose_rank_is_lost_is_dropped_whole_and_another_joins(dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"every": 4, "fragments": 2, "elastic": TWO, "param_dtype": dtype}
+    come, gone = threading.Event(), threading.Event()
+    errors: list[Exception] = []
+
+    def stays(comm: Communicator) -> Tensor:
+        model = Tower()
+        optimizer, home = make(model, comm=comm, **options)
+        while optimizer.steps < 24:
+            if optimizer.steps == 9:
+                gone.wait(60)
+            if optimizer.steps == 13:
+                come.set()
+            while optimizer.steps == 15 and comm.rank == 0 and not home.membership.wanted:
+                time.sleep(0.01)
+            step(model, optimizer, comm.rank)
+        assert optimizer.workers == 2
+        optimizer.synchronize()
+        return flat(model.parameters())
+
+    def falls(comm: Communicator) -> None:
+        model = Tower()
+        optimizer, _ = make(model, comm=comm, **options)
+        try:
+            while optimizer.steps < 24:
+                if (optimizer.steps, comm.rank) == (7, 1):
+                    raise OSError("this rank is lost")
+                step(model, optimizer, 2 + comm.rank)
+        except CommunicationError as error:
+            errors.append(error)
+            optimizer.close()
+            gone.set()
+            raise
+
+    def joins(comm: Communicator) -> Tensor:
+        assert come.wait(60)
+        model = Tower()
+        with torch.no_grad():
+            model.first.weight.zero_()  # its own weights do not count
+        optimizer, _ = make(model, comm=comm, **options)
+        assert optimizer.steps >= 13
+        go_on(model, optimizer, 4 + comm.rank, 24)
+        optimizer.synchronize()
+        return flat(model.parameters())
+
+    def fall() -> None:
+        with pytest.raises(OSError, match="this rank is lost"):
+            threads.run(falls, 2)
+
+    old, _, new = together([lambda: threads.run(stays, 2), fall, lambda: threads.run(joins, 3)])
+    assert all(torch.equal(old[0], one) for one in [*old, *new])
+    assert len(errors) == 1
+    assert "rank 1 raised OSError: this rank is lost" in str(errors[0])
+    assert isinstance(errors[0], (MembershipError, CommunicationError))
+
+
+def test_an_error_of_the_first_rank_is_an_error_of_all() -> None:
+    alone, _ = make(Tower(), elastic=Elastic(workers=1, address="here:1"))
+
+    def body(comm: Communicator) -> str:
+        with pytest.raises(ValueError, match="every is 5 here and 6 on the job's first worker") as caught:
+            make(Tower(), comm=comm, elastic=Elastic(workers=1, address="here:1"), every=5)
+        return str(caught.value)
+
+    assert len(set(threads.run(body, 3))) == 1
+    alone.close()

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from tests.optim.diloco.elastic_workers import SETTINGS, make, meeting, step, together
 from tests.optim.diloco.reference import flat
-from tests.optim.diloco.tower import Tower, outer_weights, through_file
+from tests.optim.diloco.tower import Tower, outer_weights
 from tests.optim.diloco.tower import make as make_plain
+from tests.optim.training import through_a_file
 from thinwire.comm import Communicator, Elastic, MembershipError, threads
 from thinwire.optim.diloco.elastic_meeting import Plan, Standing
 
@@ -41,7 +42,7 @@ def run(
     while optimizer.steps < STEPS:
         step(model, optimizer, 10 * home.index + optimizer.comm.rank)
         if optimizer.steps == saves_at:
-            saved = through_file(optimizer.state_dict())
+            saved = through_a_file(optimizer.state_dict())
             step(model, optimizer, 10 * home.index + optimizer.comm.rank)
             outer = outer_weights(model, optimizer)
     index = home.index
@@ -114,14 +115,14 @@ def test_a_state_is_loaded_where_a_job_begins_alone() -> None:
     model = Tower()
     optimizer, _ = make(model, elastic=job("first", 1))
     step(model, optimizer, 0)
-    saved = through_file(optimizer.state_dict())
+    saved = through_a_file(optimizer.state_dict())
     assert optimizer.steps == 1
     with pytest.raises(RuntimeError, match="in a job that is at step 1: load a state at step 0"):
         optimizer.load_state_dict(saved)
     with pytest.raises(RuntimeError, match="load them into the model before the optimizer is built"):
         optimizer.load_weights(None)  # type: ignore[arg-type]
     optimizer.synchronize()
-    after = through_file(optimizer.state_dict())
+    after = through_a_file(optimizer.state_dict())
 
     resumed, _ = make(Tower(), elastic=job("second", 1))
     resumed.load_state_dict(after)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.optim.diloco.reference import flat
-from tests.optim.diloco.tower import Tower, make, outer_weights, through_file, train
+from tests.optim.diloco.tower import Tower, make, outer_weights, train
+from tests.optim.training import through_a_file
 from tests.zero.saved import Saved, join, save
 from thinwire.comm import Communicator, threads
 
@@ -17,7 +18,7 @@ OPTIONS: dict[str, Any] = {"lr": 0.01, "every": 6, "fragments": 2, "overlap": 2,
 
 @pytest.mark.parametrize(
     ("stopped_at", "codec"),
-    [(1, "int4"), (3, "fp8"), (4, "stat2"), (5, "int4"), (7, "int8"), (12, "sign1"), (13, "stat2")],
+    [(1, "int4"), (4, "stat2"), (5, "fp8"), (7, "int8"), (12, "sign1")],
 )
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(workers: int, stopped_at: int, codec: str) -> None:
@@ -25,7 +26,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(workers: int, stop
         model = Tower()
         optimizer = make(comm, model, torch.optim.AdamW, **OPTIONS | {"codec": codec})
         train(model, optimizer, 1, stopped_at)
-        saved = through_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         train(model, optimizer, stopped_at + 1, 26)
 
         other = Tower()
@@ -75,24 +76,19 @@ def test_another_number_of_workers_goes_on_from_the_outer_weights_and_the_means(
 
 
 def test_a_run_goes_on_with_other_fragments_and_intervals() -> None:
-    def body(comm: Communicator) -> Any:
+    def body(comm: Communicator, saved: Saved | None = None, **changed: Any) -> Any:
         model = Tower()
-        optimizer = make(comm, model, torch.optim.AdamW, **OPTIONS)
-        train(model, optimizer, 1, 10)
-        return save(comm, optimizer)
+        optimizer = make(comm, model, torch.optim.AdamW, **OPTIONS | changed)
+        if saved is None:
+            train(model, optimizer, 1, 10)
+            return save(comm, optimizer)
+        optimizer.load(saved)
+        train(model, optimizer, 11, 20)
+        return outer_weights(model, optimizer)
 
     saved = join(threads.run(body, 2))
-    arriving = {name: saved.read("arriving", name, 0, 0) is not None for name in saved.names("arriving")}
-    assert arriving, "no fragment was under way"
-
-    def resume(comm: Communicator) -> torch.Tensor:
-        model = Tower()
-        resumed = make(comm, model, torch.optim.AdamW, **OPTIONS | {"every": 5, "fragments": 1, "overlap": 0})
-        resumed.load(saved)
-        train(model, resumed, 11, 20)
-        return outer_weights(model, resumed)
-
-    first, second = threads.run(resume, 2)
+    assert saved.names("arriving"), "no fragment was under way"
+    first, second = threads.run(lambda comm: body(comm, saved, every=5, fragments=1, overlap=0), 2)
     assert torch.equal(first, second)
 
 

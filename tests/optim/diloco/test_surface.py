@@ -94,25 +94,17 @@ def test_evaluation_shows_the_outer_weights_while_a_fragment_is_under_way() -> N
         optimizer.train()
         assert torch.equal(flat(model.parameters()), own)
         train(model, optimizer, 6, 6)
+        optimizer.eval()
+        with torch.no_grad():
+            model.first.weight.zero_()
+        with pytest.raises(RuntimeError, match="synchronize_weights"):
+            optimizer.train()
         return shown, own
 
     (first, own), (second, others_own) = threads.run(body, 2)
     assert torch.equal(first, second)
     assert torch.equal(first, flat(Tower().parameters())), "nothing has arrived by then"
     assert not torch.equal(own, others_own)
-
-
-def test_weights_changed_in_evaluation_are_an_error() -> None:
-    def body(comm: Communicator) -> None:
-        model = Tower()
-        optimizer = make(comm, model)
-        optimizer.eval()
-        with torch.no_grad():
-            model.first.weight.zero_()
-        with pytest.raises(RuntimeError, match="synchronize_weights"):
-            optimizer.train()
-
-    threads.run(body, 2)
 
 
 def test_a_worker_skips_a_gradient_that_is_not_finite_alone() -> None:
@@ -158,7 +150,7 @@ def test_weights_written_while_all_ranks_hold_the_same_are_the_outer_ones(dtype:
     assert torch.equal(first, second)
 
 
-@pytest.mark.filterwarnings("ignore:the outer step")
+@pytest.mark.filterwarnings("ignore:the outer step", "ignore:step")
 def test_a_worker_whose_weights_are_lost_begins_again_from_the_outer_weights() -> None:
     def body(comm: Communicator) -> torch.Tensor:
         model = Tower()
@@ -168,7 +160,11 @@ def test_a_worker_whose_weights_are_lost_begins_again_from_the_outer_weights() -
             with torch.no_grad():
                 model.first.weight.fill_(float("inf"))
                 optimizer.inner.zero_grad()
-        train_with_finite_gradients_only(model, optimizer, 7, 13)
+        for step in range(7, 14):
+            optimizer.zero_grad()
+            if torch.isfinite(flat(model.parameters())).all():
+                loss_of(model, comm.rank, step).backward()
+            optimizer.step()
         assert optimizer.dropped_outer_steps == 1
         assert torch.isfinite(flat(model.parameters())).all()
         return outer_weights(model, optimizer)
@@ -177,52 +173,30 @@ def test_a_worker_whose_weights_are_lost_begins_again_from_the_outer_weights() -
     assert torch.equal(first, second)
 
 
-@pytest.mark.filterwarnings("ignore:step")
-def train_with_finite_gradients_only(model: nn.Module, optimizer: thinwire.DiLoCo, first: int, last: int) -> None:
-    for step in range(first, last + 1):
-        optimizer.zero_grad()
-        if torch.isfinite(flat(model.parameters())).all():
-            loss_of(model, optimizer.comm.rank, step).backward()
-        optimizer.step()
+@pytest.mark.parametrize("how", ["clipped", "scaled", "unscaled"])
+def test_gradients_are_clipped_and_scaled_by_each_worker(how: str) -> None:
+    """Beside it trains one that torch clips, and whose loss nobody scales."""
 
-
-def test_gradients_are_clipped_by_each_worker() -> None:
-    def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-        mine, torchs = Tower(), Tower()
-        optimizer = make(comm, mine, max_norm=0.01, every=100)
-        other = make(comm, torchs, every=100)
-        for step in range(1, 6):
-            for model, one in ((mine, optimizer), (torchs, other)):
-                one.zero_grad()
-                loss_of(model, comm.rank, step).backward()
-                if one is other:
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-                one.step()
-        return flat(mine.parameters()), flat(torchs.parameters())
-
-    for ours, torchs in threads.run(body, 2):
-        torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-def test_a_gradient_scaler_scales_each_worker_by_itself(unscale: bool) -> None:
-    def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor, float]:
-        model, plain = Tower(), Tower()
-        optimizer, other = make(comm, model), make(comm, plain)
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    def body(comm: Communicator) -> None:
+        mine, plain = Tower(), Tower()
+        optimizer, other = make(comm, mine, max_norm=0.01 if how == "clipped" else 0.0), make(comm, plain)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=how != "clipped")
         for step in range(1, 10):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, comm.rank, step)).backward()
-            if unscale:
+            for one in (optimizer, other):
+                one.zero_grad()
+            scaler.scale(loss_of(mine, comm.rank, step)).backward()
+            if how == "unscaled":
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
-        train(plain, other, 1, 9)
-        return flat(model.parameters()), flat(plain.parameters()), scaler.get_scale()
+            loss_of(plain, comm.rank, step).backward()
+            if how == "clipped":
+                nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+            other.step()
+        torch.testing.assert_close(flat(mine.parameters()), flat(plain.parameters()), rtol=1e-5, atol=1e-6)
+        assert scaler.get_scale() == (1.0 if how == "clipped" else 256.0)
 
-    for scaled, wanted, scale in threads.run(body, 2):
-        torch.testing.assert_close(scaled, wanted, rtol=1e-5, atol=1e-6)
-        assert scale == 256.0
+    threads.run(body, 2)
 
 
 def test_what_is_sent() -> None:
