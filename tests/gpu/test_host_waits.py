@@ -14,7 +14,6 @@ from tests.optim.subject import dyadic, with_gradients
 from tests.optim.training import make_model, weights
 from thinwire import OneBitAdam, OneBitLion
 from thinwire.comm import Communicator, TorchCommunicator, threads
-from thinwire.compress import Exchange, make_codec
 from thinwire.optim import CapturedStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -66,41 +65,6 @@ def test_a_frozen_step_waits_once(comm, stage, max_norm) -> None:
     for step in range(STEPS):
         assert waits_of(train) <= 1 or step < FROZEN
     assert optimizer.frozen
-
-
-@pytest.mark.parametrize("codec", ["sign1", "int8", "bf16"])
-def test_an_exchange_can_be_captured(comm, codec) -> None:
-    """Both legs with headers, flags and residuals; the outcome is read after each replay."""
-    numel = 5 * 2048 + 77
-    generator = torch.Generator().manual_seed(1)
-    vectors = [torch.randn(numel, generator=generator).cuda() for _ in range(4)]
-
-    def legs(exchange: Exchange, vector: Tensor, output: Tensor) -> None:
-        exchange.payload[:numel].copy_(vector)
-        exchange.start(5)
-        exchange.advance()
-        exchange.wait()
-        for leg in exchange._leg_2:
-            exchange.codec.decode(leg.received, output.view(-1, exchange.shard), exchange.numel)
-
-    exchange = Exchange(comm, numel, make_codec(codec), device="cuda", error_feedback=False)
-    given, output = torch.empty(numel, device="cuda"), torch.empty(exchange.padded_numel, device="cuda")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for vector in vectors[:2]:
-            legs(exchange, given.copy_(vector), output)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        legs(exchange, given, output)
-    for vector in vectors:
-        given.copy_(vector)
-        graph.replay()
-        found = output[:numel].clone()
-        assert exchange.outcome().finite
-        expected = Exchange(comm, numel, make_codec(codec), device="cuda", error_feedback=False)
-        assert torch.equal(found, expected.average(vector, step=5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -77,6 +77,7 @@ CASES = [
     ("OneBitAdam", {"freeze_step": 3, "compress": "momentum", "weight_decay": 0.1}),
     ("OneBitAdam", {"freeze_step": 3, "codec": "int8", "max_norm": 0.5}),
     ("OneBitAdam", {"freeze_step": 3, "codec": "stat2"}),
+    ("OneBitAdam", {"freeze_step": 3, "codec": "fp8"}),
     ("OneBitAdam", {"freeze_step": 3, "codec": "int4", "block_size": 256}),
     ("OneBitAdam", {"freeze_step": 3, "stage": 1}),
     ("OneBitLamb", {"freeze_step": 3}),

@@ -13,8 +13,9 @@ from thinwire.optim import registry
 from thinwire.optim.algorithm import make_freeze_rule
 
 
-def first_freeze(rule, norms_at, rate_at=lambda step: 1.0, limit=20000):
+def first_freeze(norms_at, rate_at=lambda step: 1.0, limit=20000, freeze_step="auto"):
     """`norms_at`: of one tensor, or of several."""
+    rule = make_freeze_rule(freeze_step, 0.999)
 
     def norms(step):
         found = norms_at(step)
@@ -26,12 +27,21 @@ def first_freeze(rule, norms_at, rate_at=lambda step: 1.0, limit=20000):
     return None
 
 
-def test_a_fixed_step_is_kept() -> None:
-    assert first_freeze(make_freeze_rule(37, 0.999), lambda step: 1.0) == 37
-
-
-def test_a_constant_variance_freezes_once_it_has_held_for_50_steps() -> None:
-    assert first_freeze(make_freeze_rule("auto", 0.999), lambda step: 5.0) == 30 + 50
+@pytest.mark.parametrize(
+    ("norms_at", "options", "frozen_at"),
+    [
+        pytest.param(lambda step: 1.0, {"freeze_step": 37}, 37, id="a fixed step"),
+        pytest.param(lambda step: 5.0, {}, 30 + 50, id="a constant variance, once it has held for 50 steps"),
+        pytest.param(lambda step: 1.0, {"rate_at": lambda step: min(step, 105)}, 160, id="a learning rate that rises"),
+        pytest.param(lambda step: [0.0] * 9 + [1.0], {}, 80, id="tensors without a gradient do not count"),
+        pytest.param(lambda step: [0.0] * 9 + [1.03**step], {"limit": 2000}, None, id="and the other one moves"),
+        pytest.param(lambda step: 0.0, {"limit": 2000}, None, id="a variance of zero"),
+        pytest.param(lambda step: 0.98**step, {"limit": 3000}, None, id="a variance that falls"),
+        pytest.param(lambda step: 1.03**step, {"limit": 3000}, None, id="a variance that rises"),
+    ],
+)
+def test_when_it_freezes(norms_at, options, frozen_at) -> None:
+    assert first_freeze(norms_at, **options) == frozen_at
 
 
 def test_a_plateau_that_one_large_tensor_hides_is_not_mistaken_for_settled() -> None:
@@ -43,7 +53,7 @@ def test_a_plateau_that_one_large_tensor_hides_is_not_mistaken_for_settled() -> 
 
     total_moves_by = sum(norms(350)) / sum(norms(200))
     assert total_moves_by < 1.2
-    assert 350 < first_freeze(make_freeze_rule("auto", 0.999), norms, rate_at=lambda step: min(step, 190)) < 600
+    assert 350 < first_freeze(norms, rate_at=lambda step: min(step, 190)) < 600
 
 
 def test_queries_and_keys_that_awake_are_waited_for() -> None:
@@ -53,11 +63,11 @@ def test_queries_and_keys_that_awake_are_waited_for() -> None:
         awake = 100.0 ** min(1.0, max(0.0, step - 130) / 100)
         return [*[1.0] * 60, *[1e-3 * awake] * 12]
 
-    rate = dict(rate_at=lambda step: min(step, 120))
-    assert first_freeze(make_freeze_rule("auto", 0.999), norms, **rate) > 230
-    assert (
-        first_freeze(make_freeze_rule("auto", 0.999), lambda step: [*norms(130)[:66], *norms(step)[66:]], **rate) < 200
-    )
+    def with_half_of_them(step):
+        return [*norms(130)[:66], *norms(step)[66:]]
+
+    assert first_freeze(norms, lambda step: min(step, 120)) > 230
+    assert first_freeze(with_half_of_them, lambda step: min(step, 120)) < 200
 
 
 def test_gradients_that_fall_before_a_plateau_are_not_settled() -> None:
@@ -67,25 +77,14 @@ def test_gradients_that_fall_before_a_plateau_are_not_settled() -> None:
         others = 0.8 ** (min(step, 200) / 20) * (1.0 if step < 200 else min(10.0, 1.03 ** (step - 200)))
         return [50.0, *[others] * 6]
 
-    frozen_at = first_freeze(make_freeze_rule("auto", 0.999), norms, rate_at=lambda step: min(step, 60))
+    frozen_at = first_freeze(norms, rate_at=lambda step: min(step, 60))
     assert frozen_at is not None
     assert frozen_at > 200
 
 
 def test_growth_with_the_step_number_does_not_keep_it_from_freezing() -> None:
     """As most tensors of a transformer do for the whole run."""
-    assert first_freeze(make_freeze_rule("auto", 0.999), lambda step: [float(step)] * 4 + [1.0]) <= 200
-
-
-@pytest.mark.parametrize("factor", [0.98, 1.03])
-def test_a_moving_variance_does_not_freeze(factor) -> None:
-    assert first_freeze(make_freeze_rule("auto", 0.999), lambda step: factor**step, limit=3000) is None
-
-
-def test_tensors_without_a_gradient_do_not_count() -> None:
-    rule = make_freeze_rule("auto", 0.999)
-    assert first_freeze(rule, lambda step: [0.0] * 9 + [1.03**step], limit=2000) is None
-    assert first_freeze(make_freeze_rule("auto", 0.999), lambda step: [0.0] * 9 + [1.0]) == 80
+    assert first_freeze(lambda step: [float(step)] * 4 + [1.0]) <= 200
 
 
 def test_late_in_a_long_run_it_is_the_papers_bound() -> None:
@@ -99,15 +98,6 @@ def test_late_in_a_long_run_it_is_the_papers_bound() -> None:
         assert frozen == settled
 
 
-def test_not_while_the_learning_rate_rises() -> None:
-    rule = make_freeze_rule("auto", 0.999)
-    assert first_freeze(rule, lambda step: 1.0, rate_at=lambda step: min(step, 105)) == 160
-
-
-def test_a_variance_of_zero_never_freezes() -> None:
-    assert first_freeze(make_freeze_rule("auto", 0.999), lambda step: 0.0, limit=2000) is None
-
-
 def test_a_checkpoint_with_the_total_alone_is_looked_at_anew() -> None:
     rule = make_freeze_rule("auto", 0.999)
     rule.load({"norms": {"160": 3.0, "200": 3.1}, "previous_rates": [0.5], "settled_since": 160})
@@ -116,20 +106,15 @@ def test_a_checkpoint_with_the_total_alone_is_looked_at_anew() -> None:
 
 
 def test_the_rule_continues_from_its_state() -> None:
-    def norm(step):
-        return 1.0 + 50.0 / step
-
-    whole = first_freeze(make_freeze_rule("auto", 0.999), norm)
-    before, after = make_freeze_rule("auto", 0.999), make_freeze_rule("auto", 0.999)
-    for step in range(1, whole // 2):
-        assert not before.reached(step, [1.0], lambda step=step: [norm(step)])
-    after.load(json.loads(json.dumps(before.state())))
-    assert (
-        next(
-            step for step in range(whole // 2, 2 * whole) if after.reached(step, [1.0], lambda step=step: [norm(step)])
-        )
-        == whole
-    )
+    whole = first_freeze(lambda step: 1.0 + 50.0 / step)
+    rules = make_freeze_rule("auto", 0.999), make_freeze_rule("auto", 0.999)
+    frozen = []
+    for step in range(1, whole + 1):
+        if step == whole // 2:
+            rules[1].load(json.loads(json.dumps(rules[0].state())))
+        rule = rules[step >= whole // 2]
+        frozen.append(rule.reached(step, [1.0], lambda step=step: [1.0 + 50.0 / step]))
+    assert frozen == [False] * (whole - 1) + [True]
 
 
 @pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb"])

@@ -170,21 +170,6 @@ def copies_are_refused(comm: Communicator, subject: Subject) -> None:
             copied(optimizer)
 
 
-@behaviour(2)
-def what_is_saved_of_it_and_its_schedule_is_plain(comm: Communicator, subject: Subject) -> None:
-    optimizer = subject.build(make_model(), comm)
-    schedules = [
-        torch.optim.lr_scheduler.StepLR(optimizer, 3),
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9, cycle_momentum=False),
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
-        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
-    ]
-    for saved in (optimizer.state_dict(), *(schedule.state_dict() for schedule in schedules)):
-        torch.save(saved, io.BytesIO())
-        for again in (copy.deepcopy(saved), pickle.loads(pickle.dumps(saved))):
-            assert again.keys() == saved.keys()
-
-
 @behaviour(1)
 def states_of_others_are_refused_and_nothing_changes(comm: Communicator, subject: Subject) -> None:
     model, optimizer = subject.on_model(comm, 2)

@@ -51,13 +51,6 @@ def test_accumulation_and_clipping_are_those_of_one_process(stage: int, options:
         torch.testing.assert_close(mine, expected, rtol=0, atol=tolerance)
 
 
-@ALL
-def test_on_one_rank_it_is_the_optimizer_alone(options: dict) -> None:
-    model = make_model()
-    train(build(threads.single(60.0), model, 1, **options), model, range(8))
-    assert torch.equal(weights(model), by_one_process(1, 8, **options))
-
-
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("options", [LAMB, MUON], ids=["Lamb", "Muon"])
 def test_every_parameter_lies_whole_at_one_owner(stage: int, options: dict) -> None:
@@ -128,20 +121,6 @@ def test_a_parameter_without_a_gradient_is_left_alone_at_its_owner(options: dict
     for of_rank in stages:
         for mine in of_rank:
             assert all(torch.equal(one, other) for one, other in zip(mine, stages[0][0], strict=True))
-
-
-def test_memory_is_shared_out() -> None:
-    def body(comm: Communicator, stage: int) -> dict[str, float]:
-        model = make_model()
-        optimizer = build(comm, model, stage, **MUON)
-        train(optimizer, model, range(1))
-        return optimizer.model_state_bytes()
-
-    numel = sum(one.numel() for one in make_model().parameters())
-    whole = threads.run(lambda comm: body(comm, 0), 2)[0]["optimizer state"]
-    assert 4 * numel < whole < 8 * numel  # momentum of matrices, two moments of biases
-    shared = [one["optimizer state"] for one in threads.run(lambda comm: body(comm, 1), 2)]
-    assert sum(shared) == pytest.approx(whole, rel=0.25)
 
 
 def test_groups_of_muon_are_made_before_they_are_sharded() -> None:
