@@ -33,8 +33,7 @@ from tests.chaos.kills import in_own_process, load_kernels
 from tests.chaos.outcome import Outcome
 from tests.engine.checkpoint.kill import exit_code, fork
 from tests.launching import free_port
-from tests.optim.diloco.reference import flat
-from tests.optim.diloco.tower import Tower
+from tests.optim.diloco.tower import Tower, flat
 from thinwire.comm import CommunicationError, Communicator, TorchCommunicator
 from thinwire.comm.elastic import serve
 from thinwire.comm.membership import Membership

@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from tests.optim.adam.reference import ReferenceExchange
-from tests.optim.behaviours.behaviour import alike
-from tests.optim.subject import LOCAL, SUBJECTS
+from tests.optim.subject import LOCAL, SUBJECTS, alike
 from tests.optim.training import exchange_comm, loss_of, make_model, make_optimizer, train, weights
 from thinwire.comm import Communicator
 from thinwire.compress import Exchange, make_codec

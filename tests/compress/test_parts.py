@@ -8,18 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.optim.subject import LOCAL, SUBJECTS, Subject
-from tests.optim.training import make_model, train, weights
-from tests.pairwise import each_once
+from tests.optim.training import weights
 from thinwire.comm import Communicator, threads
 from thinwire.comm.agreement import NodeGroups, NodeLinks
 from thinwire.compress import Exchange, PacketError, make_codec
 from thinwire.compress.codecs import cut_shard, least_part
 from thinwire.compress.exchange import held_coordinates
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange
-from thinwire.optim import registry
 
 BLOCK = 64
 WHOLE = 1 << 40
@@ -157,11 +155,6 @@ def test_the_smallest_part_is_a_message_of_some_size(codec: str, kib: int) -> No
     assert len(cut_shard(1 << 30, one.block_size, least_part(one, "nccl"))) == 1
 
 
-def build(subject: Subject, comm: Communicator, seed: int = 0, **options: Any) -> tuple[nn.Module, Any]:
-    model = make_model(seed)
-    return model, subject.build(model, comm, bucket_bytes=1 << 20, **options)
-
-
 @pytest.mark.parametrize(
     ("subject", "options"),
     [*((one, {}) for one in SUBJECTS if one.stage < 2), (Subject("OneBitAdam", 1), {"max_norm": 0.5})],
@@ -171,8 +164,7 @@ def test_training_in_parts_changes_no_bit(
     subject: Subject, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def body(comm: Communicator) -> tuple[Tensor, int]:
-        model, optimizer = build(subject, comm, **options)
-        train(model, optimizer, range(LOCAL + 6))
+        model, optimizer = subject.on_model(comm, LOCAL + 6, bucket_bytes=1 << 20, **options)
         return weights(model), optimizer.bytes_sent
 
     whole, whole_bytes = threads.run(body, 3)[0]
@@ -180,25 +172,3 @@ def test_training_in_parts_changes_no_bit(
     in_parts, bytes_in_parts = threads.run(body, 3)[0]
     assert torch.equal(whole, in_parts)
     assert bytes_in_parts > whole_bytes  # by the headers of the parts
-
-
-@pytest.mark.parametrize(("name", "nodes"), each_once(registry.NAMES, ["flat", [0, 0, 1]]))
-def test_a_checkpoint_goes_on_with_parts_of_another_size(
-    name: str, nodes: str | list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def body(comm: Communicator) -> bool:
-        model, optimizer = build(Subject(name, 0), comm, nodes=nodes)
-        train(model, optimizer, range(LOCAL + 1))
-        at_save, state = {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
-        comm.barrier()
-        if comm.rank == 0:
-            monkeypatch.setattr("thinwire.compress.exchange.least_part", lambda codec, backend: BLOCK)
-        comm.barrier()
-        again, resumed = build(Subject(name, 0), comm, seed=5, nodes=nodes)
-        again.load_state_dict(at_save)
-        resumed.load_state_dict(state)
-        for one, of_one in ((model, optimizer), (again, resumed)):
-            train(one, of_one, range(LOCAL + 1, LOCAL + 9))
-        return torch.equal(weights(model), weights(again))
-
-    assert threads.run(body, 3) == [True] * 3

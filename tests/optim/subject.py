@@ -1,15 +1,16 @@
 """Every optimizer of the registry at every stage of its, built alike, with so short a schedule that a few steps are of
-every kind: what the behaviours are tried on."""
+every kind, and the behaviours that are tried on each."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.optim.training import make_model, train
+from tests.optim.training import make_model, train, weights
 from thinwire.comm import Communicator
 from thinwire.optim import registry
 from thinwire.optim.freeze_group import next_send as next_send_of
@@ -97,3 +98,31 @@ def with_gradients(model: nn.Module, gradients: list[Tensor]) -> Tensor:
         (one * gradient.to(one.dtype)).sum() for one, gradient in zip(model.parameters(), gradients, strict=True)
     ]
     return torch.stack(products).sum()
+
+
+# Behaviours: one body, which runs on every rank, noted with the numbers of ranks to try it on
+
+Body = Callable[[Communicator, Subject], Any]
+
+SIZES: dict[Body, tuple[int, ...]] = {}
+"""Every behaviour, with the numbers of ranks that it is tried on."""
+
+WARNS: dict[Body, str] = {}
+"""What a behaviour must warn of, once for each call of it on all ranks; nothing else may warn."""
+
+
+def behaviour(*sizes: int, warns: str | None = None) -> Callable[[Body], Body]:
+    """Try a body on these numbers of ranks."""
+
+    def note(body: Body) -> Body:
+        SIZES[body] = sizes
+        if warns is not None:
+            WARNS[body] = warns
+        return body
+
+    return note
+
+
+def alike(comm: Communicator, model: nn.Module) -> bool:
+    """Whether every rank has the same bits of the weights. Collective."""
+    return len(set(comm.all_gather_bytes(weights(model).numpy().tobytes()))) == 1

@@ -6,10 +6,11 @@ import warnings
 
 import pytest
 
-from tests.optim.behaviours import SIZES, WARNS, Body
-from tests.optim.subject import SUBJECTS, Subject
+from tests.optim.behaviours import parameters, refusals, rounds, scaling, state
+from tests.optim.subject import SIZES, SUBJECTS, WARNS, Body, Subject
 from thinwire.comm import threads
 
+NOTED = (parameters, refusals, rounds, scaling, state)  # importing one notes its behaviours
 CASES = [(body, size) for body, sizes in SIZES.items() for size in sizes]
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.optim.behaviours.behaviour import alike
-from tests.optim.subject import FREEZE, LOCAL, SUBJECTS, Subject
+from tests.optim.subject import FREEZE, LOCAL, SUBJECTS, Subject, alike
 from tests.optim.training import make_model, through_a_file, train, weights
 from tests.zero.saved import join, save
 from thinwire.comm import Communicator, threads

@@ -8,6 +8,7 @@ import importlib
 import sys
 import types
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,14 @@ class FakeNvrtc:
         self.options: list[list[str]] = []
         self.alive = 0
         self.status = OK
-
-    def nvrtcVersion(self):  # noqa: N802
-        return OK, 13, 0
-
-    def nvrtcGetSupportedArchs(self):  # noqa: N802
-        return OK, [75, 80, 90, 100]
+        self.nvrtcVersion = lambda: (OK, 13, 0)
+        self.nvrtcGetSupportedArchs = lambda: (OK, [75, 80, 90, 100])
+        self.nvrtcGetProgramLogSize = lambda program: (OK, 12)
+        self.nvrtcGetProgramLog = lambda program, log: self._fill(log, b"no semicolon")
+        self.nvrtcGetCUBINSize = lambda program: (OK, len(self._note(program)))
+        self.nvrtcGetCUBIN = lambda program, code: self._fill(code, self._note(program))
+        self.nvrtcGetPTXSize = lambda program: (OK, 3)
+        self.nvrtcGetPTX = lambda program, code: self._fill(code, b"PTX")
 
     def nvrtcCreateProgram(self, source, name, count, headers, names):  # noqa: N802
         assert isinstance(source, bytes)
@@ -65,36 +68,19 @@ class FakeNvrtc:
         self.options.append(self.programs[program][1])
         return (self.status,)
 
-    def nvrtcGetProgramLogSize(self, program):  # noqa: N802
-        return OK, 12
-
-    def nvrtcGetProgramLog(self, program, log):  # noqa: N802
-        log[:] = b"no semicolon"
-        return (OK,)
-
-    def nvrtcGetCUBINSize(self, program):  # noqa: N802
-        virtual = any("compute_" in option for option in self.programs[program][1])
-        return OK, 0 if virtual else len(self._note(program))
-
-    def nvrtcGetCUBIN(self, program, code):  # noqa: N802
-        code[:] = self._note(program)
-        return (OK,)
-
-    def nvrtcGetPTXSize(self, program):  # noqa: N802
-        return OK, 3
-
-    def nvrtcGetPTX(self, program, code):  # noqa: N802
-        code[:] = b"PTX"
-        return (OK,)
-
     def nvrtcDestroyProgram(self, program):  # noqa: N802
         self.alive -= 1
         return (OK,)
 
     def _note(self, program: int) -> bytes:
+        """Nothing for a virtual architecture, which has PTX alone."""
         source, options = self.programs[program]
         name = next(name for name in emulation.FUNCTIONS if source_text(name) == source)
-        return "\n".join([name, *options]).encode()
+        return b"" if any("compute_" in option for option in options) else "\n".join([name, *options]).encode()
+
+    def _fill(self, memory, values: bytes):
+        memory[:] = values
+        return (OK,)
 
 
 class FakeDriver:
@@ -256,60 +242,31 @@ def test_ptx_where_the_architecture_is_virtual() -> None:
     assert toolkit.compile(source_text("sign1"), ["-arch=compute_100"]) == b"PTX"
 
 
-class FakeCupy:
-    """What of cupy is called: its NVRTC, modules, devices and streams."""
-
-    class NVRTCError(RuntimeError):
-        pass
-
-    class Place:
-        def __init__(self, *_: object) -> None:
-            pass
-
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    def __init__(self) -> None:
-        self.options: tuple[str, ...] = ()
-        self.launched: list[tuple[Any, ...]] = []
-        self.cuda = types.SimpleNamespace(Device=self.Place, ExternalStream=self.Place)
-
-    def getVersion(self):  # noqa: N802
-        return 13, 0
-
-    def createProgram(self, source, name, headers, names):  # noqa: N802
-        return source
-
-    def compileProgram(self, program, options):  # noqa: N802
-        self.options = options
-
-    def getCUBIN(self, program):  # noqa: N802
-        return b"CUBIN"
-
-    def destroyProgram(self, program):  # noqa: N802
-        pass
-
-    def Module(self):  # noqa: N802
-        return types.SimpleNamespace(load=lambda code: None, get_function=lambda name: self.launch)
-
-    def launch(self, grid, threads, arguments) -> None:
-        self.launched.append((grid, threads, arguments))
-
-
 def test_cupy_compiles_with_our_options_alone() -> None:
     """Not by its own way to NVRTC, which appends -ftz=true."""
-    cupy = FakeCupy()
+    compiled: list[Any] = []
+    launched: list[Any] = []
+    cupy = types.SimpleNamespace(
+        NVRTCError=RuntimeError,
+        getVersion=lambda: (13, 0),
+        createProgram=lambda source, name, headers, names: source,
+        compileProgram=lambda program, options: compiled.append(options),
+        getCUBIN=lambda program: b"CUBIN",
+        destroyProgram=lambda program: None,
+        Module=lambda: types.SimpleNamespace(load=lambda code: None, get_function=lambda name: launch),
+        cuda=types.SimpleNamespace(Device=nullcontext, ExternalStream=lambda stream, device: nullcontext()),
+    )
+
+    def launch(grid: Any, threads: Any, arguments: Any) -> None:
+        launched.append((grid, threads, arguments))
+
     toolkit = CupyToolkit(cupy, cupy, cupy)
     options = (*compile_options(64, 32), "-arch=sm_90")
     assert toolkit.compile(source_text("sign1"), options) == b"CUBIN"
-    assert cupy.options == options
-    kernel = toolkit.load(b"CUBIN", "encode_sign1", 0)
+    assert compiled == [options]
     arguments = encode_launch(make_call(3)[0]).arguments
-    toolkit.launch(kernel, (7, 2), 32, arguments, 0, STREAM)
-    ((grid, threads, given),) = cupy.launched
+    toolkit.launch(toolkit.load(b"CUBIN", "encode_sign1", 0), (7, 2), 32, arguments, 0, STREAM)
+    ((grid, threads, given),) = launched
     assert (grid, threads) == ((7, 2), (32,))
     assert [(one.tobytes(), one.size) for one in given] == [(one, 1) for one in arguments]
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.optim.behaviours.behaviour import alike, behaviour
-from tests.optim.subject import FREEZE, LOCAL, Subject, next_send
+from tests.optim.subject import FREEZE, LOCAL, Subject, alike, behaviour, next_send
 from tests.optim.training import make_model, through_a_file, train, weights
 from thinwire.comm import Communicator
 from thinwire.optim.step import Send
@@ -168,51 +167,39 @@ def a_parameter_that_stops_training_stays(comm: Communicator, subject: Subject) 
 
 
 @behaviour(2)
-def a_parameter_that_begins_to_train_later_warms_up_on_its_own_or_is_refused(
-    comm: Communicator, subject: Subject
-) -> None:
-    model = make_model()
-    model[0].requires_grad_(False)
-    before = weights(model[0])
-    optimizer = subject.build(model, comm)
-    train(model, optimizer, range(FREEZE + 2))
-    assert torch.equal(weights(model[0]), before)
-    model[0].requires_grad_(True)
-    if subject.stage:
-        with pytest.raises(RuntimeError, match="2 parameters require gradients now but did not"):
-            train(model, optimizer, [FREEZE + 2])
-        return
-    train(model, optimizer, range(FREEZE + 2, FREEZE + 6))
-    assert not torch.equal(weights(model[0]), before)
-    assert optimizer.frozen == (subject.entry.freeze_option is None)
-    train(model, optimizer, range(FREEZE + 6, 2 * FREEZE + 4))
-    assert optimizer.frozen
-    optimizer.synchronize_weights()
-    assert alike(comm, model)
-
-
-@behaviour(2)
-def a_group_added_later_warms_up_on_its_own_or_is_refused(comm: Communicator, subject: Subject) -> None:
-    model = make_model()
-    optimizer = subject.build_on(model[0].named_parameters(), comm)
-    train(model, optimizer, range(FREEZE + 2))
-    model.zero_grad()
-    group = {"params": model[2].named_parameters(prefix="2"), "lr": 1e-3}
-    if subject.stage:
-        with pytest.raises(RuntimeError, match="parameters cannot be added to a sharded optimizer: build a new one"):
+def parameters_that_come_later_warm_up_on_their_own_or_are_refused(comm: Communicator, subject: Subject) -> None:
+    """Since they begin to train, or as a group that is added."""
+    for added in (False, True):
+        model = make_model()
+        model[0].requires_grad_(added)
+        before = weights(model[0])
+        optimizer = subject.build_on(model[0].named_parameters() if added else model.named_parameters(), comm)
+        train(model, optimizer, range(FREEZE + 2))
+        assert torch.equal(weights(model[0]), before) != added
+        model.zero_grad()
+        model[0].requires_grad_(True)
+        group = {"params": model[2].named_parameters(prefix="2"), "lr": 1e-3}
+        if subject.stage:
+            says = (
+                "cannot be added to a sharded optimizer: build a new one" if added else "2 parameters require gradients"
+            )
+            with pytest.raises(RuntimeError, match=says):
+                optimizer.add_param_group(group) if added else train(model, optimizer, [FREEZE + 2])
+            assert len(optimizer.param_groups) == 1
+            continue
+        if added:
             optimizer.add_param_group(group)
-        assert len(optimizer.param_groups) == 1
-        return
-    optimizer.add_param_group(group)
-    assert optimizer.frozen
-    train(model, optimizer, range(FREEZE + 2, FREEZE + 6))
-    assert optimizer.frozen == (subject.entry.freeze_option is None)
-    # The first group's local steps, where there are any, go on beside the second's warmup, and then beside its own.
-    train(model, optimizer, range(FREEZE + 6, FREEZE + LOCAL + 6))
-    optimizer.synchronize_weights()
-    assert optimizer.frozen
-    assert [group.clock.frozen_at for group in optimizer._home.groups] == [optimizer.frozen_at] * 2
-    assert alike(comm, model)
+            assert optimizer.frozen
+        before = weights(model[2 if added else 0])
+        train(model, optimizer, range(FREEZE + 2, FREEZE + 6))
+        assert not torch.equal(weights(model[2 if added else 0]), before)
+        assert optimizer.frozen == (subject.entry.freeze_option is None)
+        # The first one's local steps, if there are any, go on beside the second's warmup, and then beside its own.
+        train(model, optimizer, range(FREEZE + 6, FREEZE + LOCAL + 6))
+        optimizer.synchronize_weights()
+        assert optimizer.frozen
+        assert [group.clock.frozen_at for group in optimizer._home.groups] == [optimizer.frozen_at] * 2
+        assert alike(comm, model)
 
 
 @behaviour(2)

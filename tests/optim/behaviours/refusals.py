@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optim.behaviours.behaviour import behaviour
-from tests.optim.subject import FREEZE, SUBJECTS, Subject
+from tests.optim.subject import FREEZE, SUBJECTS, Subject, behaviour
 from tests.optim.training import make_model
 from thinwire.comm import Communicator
 

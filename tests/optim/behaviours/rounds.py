@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optim.behaviours.behaviour import alike, behaviour
-from tests.optim.subject import FREEZE, LOCAL, Subject, dyadic, next_send, with_gradients
+from tests.optim.subject import FREEZE, LOCAL, Subject, alike, behaviour, dyadic, next_send, with_gradients
 from tests.optim.training import exchange_comm, loss_of, make_model, same, snapshot, train, weights
 from thinwire.comm import Communicator
 from thinwire.optim.step import Send

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optim.behaviours.behaviour import alike, behaviour
-from tests.optim.subject import FREEZE, LOCAL, Subject, next_send, with_gradients
+from tests.optim.subject import FREEZE, LOCAL, Subject, alike, behaviour, next_send, with_gradients
 from tests.optim.training import loss_of, make_model, train, weights
 from thinwire.comm import Communicator
 from thinwire.optim.step import Send

@@ -9,8 +9,7 @@ import pickle
 import pytest
 import torch
 
-from tests.optim.behaviours.behaviour import alike, behaviour
-from tests.optim.subject import FREEZE, LOCAL, SUBJECTS, Subject
+from tests.optim.subject import FREEZE, LOCAL, SUBJECTS, Subject, alike, behaviour
 from tests.optim.training import exchange_comm, loss_of, make_model, same, snapshot, through_a_file, train, weights
 from tests.zero.saved import join, save
 from thinwire.comm import Communicator

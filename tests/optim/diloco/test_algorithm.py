@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.optim.diloco.reference import flat
-from tests.optim.diloco.tower import Tower, follows_the_published_algorithms, loss_of, make, outer_weights_agree, train
+from tests.optim.diloco.tower import (
+    Tower,
+    flat,
+    follows_the_published_algorithms,
+    loss_of,
+    make,
+    outer_weights_agree,
+    train,
+)
 from thinwire.comm import Communicator, threads
 from thinwire.optim.diloco.fragments import Timetable, auto_fragments, cut_fragments, layers_of
 

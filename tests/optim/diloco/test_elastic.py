@@ -19,8 +19,7 @@ from torch import Tensor
 
 import thinwire
 from tests.optim.diloco.elastic_workers import SETTINGS, go_on, make, meeting, step, together
-from tests.optim.diloco.reference import algorithm_1, flat
-from tests.optim.diloco.tower import Tower, loss_of, relative_error
+from tests.optim.diloco.tower import Tower, algorithm_1, flat, loss_of, relative_error
 from thinwire.comm import CommunicationError, Communicator, Elastic, MembershipError, threads
 from thinwire.optim.diloco.elastic_home import ElasticHome
 

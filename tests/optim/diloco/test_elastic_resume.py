@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.optim.diloco.elastic_workers import SETTINGS, make, meeting, step, together
-from tests.optim.diloco.reference import flat
-from tests.optim.diloco.tower import Tower, outer_weights
+from tests.optim.diloco.tower import Tower, flat, outer_weights
 from tests.optim.diloco.tower import make as make_plain
 from tests.optim.training import through_a_file
 from thinwire.comm import Communicator, Elastic, MembershipError, threads

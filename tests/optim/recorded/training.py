@@ -8,6 +8,7 @@ over elements, which torch adds up in an order of its own, is nowhere among them
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 import os
 import warnings
@@ -20,8 +21,9 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from tests.optim.recorded import api
+import thinwire
 from tests.optim.recorded.forms import FREEZE_STEP, Form
+from tests.zero.saved import Saved, save
 from thinwire.comm import Communicator, threads
 
 __all__ = ["STEPS", "Outcome", "run"]
@@ -85,19 +87,19 @@ def run(form: Form) -> Outcome:
 def _train(form: Form, comm: Communicator, trace: _Trace, first: int, last: int, saved: list[Any] | None = None) -> Any:
     """Take the steps from `first` to `last`, after loading what was `saved`; what this rank saves at the end."""
     model = _Model(_DTYPES[form.dtype], salt=1 if saved is None else 2)
-    rank = _Rank(form, model, api.build(form, model, _groups(form, list(model.values)), comm))
+    rank = _Rank(form, model, _build(form, model, _groups(form, list(model.values)), comm))
     if saved is not None:
         if "added" in form.events:
             rank.add_group()
-        api.load_ranks(form, model, rank.optimizer, saved)
+        _load_ranks(form, model, rank.optimizer, saved)
     for step in range(first, last):
         for losses in rank.step(step):
             trace.losses.update(losses.numpy())
         if step + 1 in _HASHED:
             trace.weights[step + 1] = model.as_bytes()
     trace.bytes_sent = rank.optimizer.bytes_sent
-    trace.frozen_at = api.frozen_at(rank.optimizer)
-    return api.save_rank(form, model, rank.optimizer) if last < STEPS else None
+    trace.frozen_at = getattr(rank.optimizer, "frozen_at", None)
+    return _save_rank(form, model, rank.optimizer) if last < STEPS else None
 
 
 class _Rank:
@@ -253,3 +255,47 @@ def _groups(form: Form, parameters: list[Tensor]) -> list[dict[str, Any]]:
 def _digest(*parts: bytes) -> str:
     """64 bits of the SHA-256 of all parts."""
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+
+
+# How a form's optimizer is built, saved and loaded
+
+
+def _build(form: Form, model: nn.Module, groups: list[dict[str, Any]], comm: Communicator) -> Any:
+    """The optimizer of `form` on `groups` of the parameters of `model`."""
+    options = form.all_options | {"stage": form.stage, "comm": comm}
+    if _is_sharded(form):
+        options["named_parameters"] = model.named_parameters()
+    if hasattr(thinwire, form.optimizer):
+        return getattr(thinwire, form.optimizer)(groups, **options)
+    return thinwire.ShardedOptimizer(groups, getattr(torch.optim, form.optimizer), **options)
+
+
+def _save_rank(form: Form, model: nn.Module, optimizer: Any) -> Any:
+    """What this rank saves of the model and its optimizer."""
+    if _is_sharded(form):
+        return save(optimizer.comm, optimizer)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    return file.getvalue()
+
+
+def _load_ranks(form: Form, model: nn.Module, optimizer: Any, saved: list[Any]) -> None:
+    """Take over what `_save_rank` gave on every rank."""
+    if _is_sharded(form):
+        optimizer.load(_Saved(*map(list, zip(*saved, strict=True))))
+        return
+    state = torch.load(io.BytesIO(saved[optimizer.comm.rank]), weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def _is_sharded(form: Form) -> bool:
+    """Whether its state is laid out as ShardedOptimizer's is, even at that one's stage 0."""
+    return form.stage > 0 or not hasattr(thinwire, form.optimizer)
+
+
+class _Saved(Saved):
+    """Knows as the engine's checkpoints do that of an empty parameter nobody saves a slice."""
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        return super().read(kind, name, start, numel) if numel or kind != "weight" else torch.empty(0)

@@ -1,0 +1,272 @@
+"""The warmup: its exact steps are Adam's in float64, with bias correction and without, as are frozen ones after it. It
+ends at a fixed step, or once the variance has settled and the learning rate no longer rises."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.optim.subject import Subject
+from tests.optim.training import make_model, train
+from thinwire.comm import Communicator, threads
+from thinwire.optim import OneBitAdam, ZeroOneAdam, registry
+from thinwire.optim.algorithm import make_freeze_rule
+from thinwire.zero import ShardedOptimizer
+from thinwire.zero.optimizer import Adam, AdamW
+
+NUMEL, RANKS, LR, BETAS, EPS = 77, 2, 0.01, (0.8, 0.95), 1e-3
+DECAY = 0.1
+
+
+def gradient(rank: int, step: int) -> Tensor:
+    """With no element near zero, where 0/1 Adam raises denominators."""
+    generator = torch.Generator().manual_seed(50 * rank + step)
+    signs = torch.where(torch.rand(NUMEL, generator=torch.Generator().manual_seed(9)) < 0.5, -1.0, 1.0)
+    return signs * (0.5 + torch.rand(NUMEL, generator=generator))
+
+
+class Reference:
+    """Adam in float64."""
+
+    def __init__(self, corrects: bool, decoupled: bool = True) -> None:
+        self.corrects, self.decoupled = corrects, decoupled
+        self.weights, self.m, self.v = np.ones(NUMEL), np.zeros(NUMEL), np.zeros(NUMEL)
+        self.steps = 0
+
+    def step(self, gradient: np.ndarray) -> None:
+        self.steps += 1
+        if self.decoupled:
+            self.weights *= 1 - LR * DECAY
+        else:
+            gradient = gradient + DECAY * self.weights
+        self.m = BETAS[0] * self.m + (1 - BETAS[0]) * gradient
+        self.v = BETAS[1] * self.v + (1 - BETAS[1]) * gradient**2
+        first, second = ((1 - beta**self.steps if self.corrects else 1.0) for beta in BETAS)
+        self.weights -= LR * (self.m / first) / (np.sqrt(self.v / second) + EPS)
+
+    def train(self, ranks: int, steps: int) -> np.ndarray:
+        for step in range(steps):
+            self.step(np.mean([gradient(rank, step).double().numpy() for rank in range(ranks)], axis=0))
+        return self.weights
+
+
+def step_through(optimizer: Any, parameter: Tensor, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        (parameter * gradient(rank, step)).sum().backward()
+        optimizer.step()
+
+
+def make(
+    optimizer_class: Any, comm: Communicator, stage: int, corrects: bool, freeze_step: int = 99
+) -> tuple[Any, Tensor]:
+    parameter = torch.nn.Parameter(torch.ones(NUMEL))
+    options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "comm": comm, "stage": stage}
+    if optimizer_class in (Adam, AdamW):  # which make no correction
+        return ShardedOptimizer([parameter], optimizer_class, block_size=8, **options), parameter
+    options |= {"freeze_step": freeze_step} if optimizer_class is OneBitAdam else {}
+    return optimizer_class([parameter], block_size=64, bias_correction=corrects, **options), parameter
+
+
+EXACT = [
+    *((OneBitAdam, stage, corrects, True) for stage in (0, 1, 2) for corrects in (True, False)),
+    *((ZeroOneAdam, stage, corrects, True) for stage in (0, 1) for corrects in (True, False)),
+    *((optimizer, stage, False, optimizer is AdamW) for stage in (0, 1, 2) for optimizer in (AdamW, Adam)),
+]
+
+
+@pytest.mark.parametrize(("optimizer_class", "stage", "corrects", "decoupled"), EXACT)
+def test_exact_steps_are_adams(optimizer_class: Any, stage: int, corrects: bool, decoupled: bool) -> None:
+    def body(comm: Communicator) -> Tensor:
+        optimizer, parameter = make(optimizer_class, comm, stage, corrects)
+        step_through(optimizer, parameter, comm.rank, range(7))
+        return parameter.detach().clone()
+
+    found = threads.run(body, RANKS)[0].numpy()
+    np.testing.assert_allclose(found, Reference(corrects, decoupled).train(RANKS, 7), rtol=2e-6)
+    assert np.abs(found - Reference(not corrects, decoupled).train(RANKS, 7)).max() > 1e-3
+
+
+@pytest.mark.parametrize("corrects", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_frozen_steps_move_by_what_the_ranks_agreed_on(stage: int, corrects: bool) -> None:
+    def body(comm: Communicator) -> None:
+        optimizer, parameter = make(OneBitAdam, comm, stage, corrects, freeze_step=3)
+        step_through(optimizer, parameter, comm.rank, range(4))
+        assert optimizer.frozen
+        for step in range(4, 7):
+            before = parameter.detach().clone()
+            step_through(optimizer, parameter, comm.rank, range(step, step + 1))
+            update = torch.zeros(NUMEL)
+            for one in optimizer.saved_slices():
+                if one.kind in ("exp_avg", "momentum"):
+                    update[one.start : one.start + one.tensor.numel()] = one.tensor.view(-1)
+            comm.all_reduce(update)
+            assert bool(update.all())
+            correction = 1 - BETAS[0] ** (step + 1) if corrects else 1.0
+            expected = before * (1 - LR * DECAY) - LR * update / correction
+            torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=1e-6)
+
+    threads.run(body, RANKS)
+
+
+@pytest.mark.parametrize("kernel", [{}, {"foreach": True}, {"fused": True}, {"maximize": True}, {"amsgrad": True}])
+def test_every_kernel_leaves_the_correction_out(kernel: dict[str, Any]) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(NUMEL)) for _ in range(2)]
+    optimizer = AdamW(parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **kernel)
+    reference = Reference(False)
+    for step in range(5):
+        of_step = gradient(0, step)
+        parameters[0].grad, parameters[1].grad = of_step.clone(), None
+        optimizer.step()
+        reference.step(of_step.double().numpy() * (-1 if "maximize" in kernel else 1))
+    if "amsgrad" in kernel:
+        assert set(optimizer.state[parameters[0]]) == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+    else:
+        np.testing.assert_allclose(parameters[0].detach().numpy(), reference.weights, rtol=2e-6)
+    assert optimizer.state[parameters[0]]["step"] == 5
+    assert bool((parameters[1] == 1).all())
+
+
+def test_torchs_adamw_takes_up_its_state() -> None:
+    ours, theirs = (torch.nn.Parameter(torch.ones(NUMEL)) for _ in range(2))
+    one, other = AdamW([ours], lr=LR), torch.optim.AdamW([theirs], lr=LR)
+    ours.grad = gradient(0, 0)
+    one.step()
+    other.load_state_dict(one.state_dict())
+    assert other.state[theirs]["step"] == 1
+    torch.testing.assert_close(other.state[theirs]["exp_avg_sq"], 0.001 * gradient(0, 0) ** 2)
+    with pytest.raises(ValueError, match="Invalid"):
+        AdamW([ours], betas=(1.0, 0.9))
+
+
+# When it ends
+
+
+def first_freeze(norms_at, rate_at=lambda step: 1.0, limit=20000, freeze_step="auto"):
+    """`norms_at`: of one tensor, or of several."""
+    rule = make_freeze_rule(freeze_step, 0.999)
+
+    def norms(step):
+        found = norms_at(step)
+        return list(found) if isinstance(found, list) else [found]
+
+    for step in range(1, limit):
+        if rule.reached(step, [rate_at(step)], lambda step=step: norms(step)):
+            return step
+    return None
+
+
+@pytest.mark.parametrize(
+    ("norms_at", "options", "frozen_at"),
+    [
+        pytest.param(lambda step: 1.0, {"freeze_step": 37}, 37, id="a fixed step"),
+        pytest.param(lambda step: 5.0, {}, 30 + 50, id="a constant variance, once it has held for 50 steps"),
+        pytest.param(lambda step: 1.0, {"rate_at": lambda step: min(step, 105)}, 160, id="a learning rate that rises"),
+        pytest.param(lambda step: [0.0] * 9 + [1.0], {}, 80, id="tensors without a gradient do not count"),
+        pytest.param(lambda step: [0.0] * 9 + [1.03**step], {"limit": 2000}, None, id="and the other one moves"),
+        pytest.param(lambda step: 0.0, {"limit": 2000}, None, id="a variance of zero"),
+        pytest.param(lambda step: 0.98**step, {"limit": 3000}, None, id="a variance that falls"),
+        pytest.param(lambda step: 1.03**step, {"limit": 3000}, None, id="a variance that rises"),
+    ],
+)
+def test_when_it_freezes(norms_at, options, frozen_at) -> None:
+    assert first_freeze(norms_at, **options) == frozen_at
+
+
+def test_a_plateau_that_one_large_tensor_hides_is_not_mistaken_for_settled() -> None:
+    """As in BERT pretraining: after a plateau most tensors grow by much, and the total, an embedding, by little."""
+
+    def norms(step):
+        awake = 3.0 ** min(3.0, max(0.0, step - 200) / 50)  # 27 times from step 200 to 350
+        return [100.0, *[0.1 * awake] * 5, *[0.1] * 2]
+
+    total_moves_by = sum(norms(350)) / sum(norms(200))
+    assert total_moves_by < 1.2
+    assert 350 < first_freeze(norms, rate_at=lambda step: min(step, 190)) < 600
+
+
+def test_queries_and_keys_that_awake_are_waited_for() -> None:
+    """BERT-mini from step 130 on: a sixth of the tensors grow by a hundred, and the others hold still."""
+
+    def norms(step):
+        awake = 100.0 ** min(1.0, max(0.0, step - 130) / 100)
+        return [*[1.0] * 60, *[1e-3 * awake] * 12]
+
+    def with_half_of_them(step):
+        return [*norms(130)[:66], *norms(step)[66:]]
+
+    assert first_freeze(norms, lambda step: min(step, 120)) > 230
+    assert first_freeze(with_half_of_them, lambda step: min(step, 120)) < 200
+
+
+def test_gradients_that_fall_before_a_plateau_are_not_settled() -> None:
+    """Most tensors shrink fast, while the total, one embedding, hardly does; they come back by a factor of ten."""
+
+    def norms(step):
+        others = 0.8 ** (min(step, 200) / 20) * (1.0 if step < 200 else min(10.0, 1.03 ** (step - 200)))
+        return [50.0, *[others] * 6]
+
+    frozen_at = first_freeze(norms, rate_at=lambda step: min(step, 60))
+    assert frozen_at is not None
+    assert frozen_at > 200
+
+
+def test_growth_with_the_step_number_does_not_keep_it_from_freezing() -> None:
+    """As most tensors of a transformer do for the whole run."""
+    assert first_freeze(lambda step: [float(step)] * 4 + [1.0]) <= 200
+
+
+def test_late_in_a_long_run_it_is_the_papers_bound() -> None:
+    """At step 50,000, with a memory of 1000 steps, 4% in these is settled and 5% is not."""
+    for growth, settled in ((1.039, True), (1.06, False)):
+        rule = make_freeze_rule("auto", 0.999)
+        frozen = False
+        for step in range(48_000, 53_000):
+            norms = [growth ** (step / 1000)] * 3
+            frozen = frozen or rule.reached(step, [1.0], lambda norms=norms: norms)
+        assert frozen == settled
+
+
+def test_a_checkpoint_with_the_total_alone_is_looked_at_anew() -> None:
+    rule = make_freeze_rule("auto", 0.999)
+    rule.load({"norms": {"160": 3.0, "200": 3.1}, "previous_rates": [0.5], "settled_since": 160})
+    frozen = [step for step in range(201, 400) if rule.reached(step, [0.5], lambda: [1.0, 2.0])]
+    assert 270 < frozen[0] < 360
+
+
+def test_the_rule_continues_from_its_state() -> None:
+    whole = first_freeze(lambda step: 1.0 + 50.0 / step)
+    rules = make_freeze_rule("auto", 0.999), make_freeze_rule("auto", 0.999)
+    frozen = []
+    for step in range(1, whole + 1):
+        if step == whole // 2:
+            rules[1].load(json.loads(json.dumps(rules[0].state())))
+        rule = rules[step >= whole // 2]
+        frozen.append(rule.reached(step, [1.0], lambda step=step: [1.0 + 50.0 / step]))
+    assert frozen == [False] * (whole - 1) + [True]
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb"])
+def test_auto_freezes_at_one_step_on_every_rank_at_every_stage_resumed_or_not(name: str) -> None:
+    # Next to no learning rate: gradients whose variance settles.
+    options = {"freeze_step": "auto", "betas": (0.9, 0.9), "lr": 1e-6}
+
+    def body(comm: Communicator, stage: int) -> list[int | None]:
+        models = [make_model() for _ in range(2)]
+        optimizer, resumed = (Subject(name, stage).build(model, comm, **options) for model in models)
+        train(models[0], optimizer, range(20))
+        resumed.load_state_dict(optimizer.state_dict())
+        for one, model in zip((optimizer, resumed), models, strict=True):
+            train(model, one, range(20, 60))
+        return [optimizer.frozen_at, resumed.frozen_at]
+
+    found = [threads.run(lambda comm, s=stage: body(comm, s), 2) for stage in registry.entry(name).stages]
+    taken = {step for ranks in found for of_rank in ranks for step in of_rank}
+    assert len(taken) == 1
+    assert taken.pop() > 20
