@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from tests.engine.tiny import Tiny, make_engine, make_model, settings, train
-from thinwire import initialize
+from tests.engine.tiny import (
+    BF16,
+    Tiny,
+    make_engine,
+    make_model,
+    settings,
+    train,
+)
 from thinwire.comm import threads
-from thinwire.engine import CheckpointError, ConfigError
+from thinwire.engine import CheckpointError
 from thinwire.engine.job_checkpoints import TagError
 
 
@@ -37,11 +46,6 @@ def test_ranks_that_save_under_several_tags(tmp_path, validation) -> None:
     assert all(path is None or path.endswith("tag-0") for path in found)
 
 
-def test_an_unknown_tag_validation() -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.tag_validation"):
-        make_engine(None, settings(checkpoint={"tag_validation": "foo"}))
-
-
 def test_a_tag_may_be_a_number_and_latest_may_stay(tmp_path) -> None:
     engine = make_engine(None, settings())
     engine.save_checkpoint(tmp_path, 7)
@@ -64,7 +68,7 @@ def test_frozen_parameters_may_be_left_out(tmp_path, stage) -> None:
         model = make_model(1)
         with torch.no_grad():
             model.frozen.fill_(3.0)
-        other, *_ = initialize(model=model, comm=comm, config=settings(stage))
+        other = make_engine(comm, settings(stage), model=model)
         other.load_checkpoint(tmp_path, "trained")
         assert torch.equal(other.module.frozen, torch.full_like(model.frozen, 3.0))
         assert torch.equal(other.module.mix.weight, engine.module.mix.weight)
@@ -73,7 +77,7 @@ def test_frozen_parameters_may_be_left_out(tmp_path, stage) -> None:
         trainable = make_model(1)
         trainable.frozen.requires_grad_(True)
         with pytest.raises(CheckpointError, match=r"'frozen'.* is not in it"):
-            initialize(model=trainable, comm=comm, config=settings(stage))[0].load_checkpoint(tmp_path, "trained")
+            make_engine(comm, settings(stage), model=trainable).load_checkpoint(tmp_path, "trained")
 
     threads.run(body, 2)
     sizes = [sum(path.stat().st_size for path in (tmp_path / tag).glob("*.safetensors")) for tag in ("all", "trained")]
@@ -102,13 +106,11 @@ class Counting(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_state_of_every_form_comes_back(tmp_path, stage) -> None:
-    config = {key: value for key, value in settings(stage).items() if key != "optimizer"}
-
     def body(comm):
-        engine, *_ = initialize(model=make_model(), optimizer=Counting, config=config, comm=comm)
+        engine = make_engine(comm, settings(stage, optimizer=None), optimizer=Counting)
         train(engine, range(3))
         engine.save_checkpoint(tmp_path)
-        other, *_ = initialize(model=make_model(1), optimizer=Counting, config=config, comm=comm)
+        other = make_engine(comm, settings(stage, optimizer=None), seed=1, optimizer=Counting)
         other.load_checkpoint(tmp_path)
         assert train(other, range(3, 5)) == train(engine, range(3, 5))
         mine, theirs = (
@@ -128,14 +130,13 @@ class Longer(Tiny):
         self.head = nn.Linear(16, 3)
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
-@pytest.mark.parametrize("optimizer", [True, False])
+@pytest.mark.parametrize(("precision", "optimizer"), [({}, True), (BF16, True), (BF16, False)])
 def test_without_strictness_what_both_have_is_loaded(tmp_path, precision, optimizer) -> None:
     def body(comm):
         engine = make_engine(comm, settings(1, **precision))
         train(engine, range(2))
         engine.save_checkpoint(tmp_path)
-        longer, *_ = initialize(model=Longer(), comm=comm, config=settings(1, **precision))
+        longer = make_engine(comm, settings(1, **precision), model=Longer())
         before = longer.module.head.weight.clone()
         masters = {one.name: one.tensor.clone() for one in longer.optimizer.saved_slices() if one.kind == "master"}
         with pytest.raises(CheckpointError, match=r"'head\.weight'"):
@@ -156,7 +157,7 @@ def test_without_strictness_what_both_have_is_loaded(tmp_path, precision, optimi
     threads.run(body, 2)
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
+@pytest.mark.parametrize("precision", [{}, BF16])
 def test_a_function_loads_the_weights(tmp_path, precision) -> None:
     def load(src, dst) -> None:
         assert src.keys() >= {"mix.weight", "unmix.weight", "calls"}
@@ -179,3 +180,108 @@ def test_a_function_loads_the_weights(tmp_path, precision) -> None:
         assert torch.equal(other.module.mix.weight, before)
 
     threads.run(body, 2)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"best": nn.Linear(1, 1)}, r"client_state\['best'\] is a Linear"),
+        ({"a": {"b": [1, {2}]}}, r"client_state\['a'\]\['b'\]\[1\] is a set"),
+        ({"a": torch.ones(2).to_sparse()}, r"client_state\['a'\] is a tensor of float32, layout torch.sparse_coo"),
+        ({"a": np.array(["x"])}, r"client_state\['a'\] is of numpy's <U1"),
+        ({"a": {nn.Linear: 2}}, r"client_state\['a'\] has the key <class"),
+        ([1], "must be a dict, got list"),
+    ],
+)
+def test_bad_client_states(tmp_path, state, message) -> None:
+    def body(comm):
+        engine = make_engine(comm, settings())
+        with pytest.raises((TypeError, ValueError), match=message):
+            engine.save_checkpoint(tmp_path, client_state=state if comm.rank == 1 else {})
+        assert engine.load_checkpoint(tmp_path) == (None, {})
+
+    threads.run(body, 2)
+
+
+@pytest.mark.parametrize(("folder", "error"), [("", ValueError), (None, TypeError), (b"x", TypeError), (7, TypeError)])
+def test_no_folder_is_a_clear_error_on_every_rank(folder, error) -> None:
+    def body(comm):
+        engine = make_engine(comm, settings())
+        given = folder if comm.rank == 1 else "/nowhere"
+        expected = error if comm.rank == 1 else ValueError
+        for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+            with pytest.raises(expected, match="must be a folder's path"):
+                call(given)
+
+    threads.run(body, 2)
+
+
+def test_keep_last(tmp_path) -> None:
+    engine = make_engine(None, settings(checkpoint={"keep_last": 3}))
+    for step in range(5):
+        train(engine, [step])
+        engine.save_checkpoint(tmp_path)
+    kept = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert kept == ["global_step3", "global_step4", "global_step5"]
+
+
+def test_client_state_comes_back_as_it_was(tmp_path) -> None:
+    state = {
+        "best": torch.randn(3, 5).to(torch.bfloat16),
+        "nested": {"a": [1, (torch.tensor(7), None), {"b": torch.empty(0, 2)}], "": "x"},
+        "losses": [math.nan, math.inf, -math.inf, 0.5],
+        "by epoch": {0: "first", (1, 2): torch.ones(1), True: None},
+        "numpy": [np.float32(1.5), np.arange(6).reshape(2, 3)[:, ::-1], np.bool_(True)],
+    }
+
+    def body(comm):
+        engine = make_engine(comm, settings())
+        # Rank 0's is saved.
+        assert engine.save_checkpoint(tmp_path, client_state=state if comm.rank == 0 else {"other": torch.ones(1)})
+        return make_engine(comm, settings(), seed=1).load_checkpoint(tmp_path)[1]
+
+    for found in (*threads.run(body, 1), *threads.run(body, 2)):
+        assert found.keys() == state.keys()
+        assert torch.equal(found["best"], state["best"])
+        first, (seven, none), inner = found["nested"]["a"]
+        assert (first, int(seven), none, inner["b"].shape, found["nested"][""]) == (1, 7, None, (0, 2), "x")
+        assert isinstance(found["nested"]["a"][1], tuple)
+        assert math.isnan(found["losses"][0])
+        assert found["losses"][1:] == [math.inf, -math.inf, 0.5]
+        by_epoch = found["by epoch"]
+        assert (by_epoch[0], float(by_epoch[1, 2]), by_epoch[True]) == ("first", 1.0, None)
+        number, array, flag = found["numpy"]
+        assert (type(number), number, type(flag)) == (np.float32, 1.5, np.bool_)
+        assert np.array_equal(array, state["numpy"][1])
+    engine = make_engine(None, settings())
+    engine.save_checkpoint(tmp_path / "keyed", client_state={3: {4: (5,)}})
+    assert engine.load_checkpoint(tmp_path / "keyed")[1] == {3: {4: (5,)}}
+
+
+@pytest.mark.parametrize("precision", [{}, BF16])
+def test_the_model_in_one_file(tmp_path, precision) -> None:
+    def body(comm):
+        engine = make_engine(comm, settings(2, **precision))
+        train(engine, range(3))
+        assert engine.save_16bit_model(tmp_path, "model.safetensors")
+        assert engine.save_fp16_model(tmp_path)
+        assert engine.save_16bit_model(tmp_path, "trained.pt", exclude_frozen_parameters=True)
+        whole = engine.whole_state_dict()
+        assert (len(whole) > 0) == (comm.rank == 0)
+        assert all(torch.equal(one, engine.module.state_dict()[name]) for name, one in whole.items())
+        return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+    expected = {
+        name: one.bfloat16() if one.is_floating_point() else one for name, one in threads.run(body, 2)[0].items()
+    }
+    pickled = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert pickled.keys() == expected.keys()
+    assert all(torch.equal(pickled[name], expected[name]) for name in pickled)
+    assert pickled["unmix.weight"].data_ptr() == pickled["mix.weight"].data_ptr()
+    assert torch.load(tmp_path / "trained.pt", weights_only=True).keys() == expected.keys() - {"frozen"}
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == expected.keys() - {"unmix.weight"}  # the tied one is there once
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    model = make_model(1).to(torch.bfloat16)
+    assert model.load_state_dict(found, strict=False).missing_keys == ["unmix.weight"]
+    assert isinstance(model, Tiny)

@@ -1,21 +1,39 @@
-"""Training through the engine is training in plain torch, whatever the stage, the ranks and the accumulation."""
+"""Training through the engine is training in plain torch, whatever the stage, the ranks and the accumulation; without
+an optimizer it evaluates."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from tests.engine.tiny import FEATURES, MICRO, Tiny, batch, loss_of, make_engine, reference, settings, train
+from tests.engine.tiny import (
+    BF16,
+    FEATURES,
+    MICRO,
+    Tiny,
+    at_stages,
+    batch,
+    equal,
+    loss_of,
+    make_engine,
+    make_model,
+    reference,
+    settings,
+    train,
+    weights,
+)
 from thinwire import initialize
 from thinwire.comm import threads
+from thinwire.engine import CallError
 
-PRECISIONS = {"bf16": {"enabled": True}, "fp16": {"enabled": True, "initial_scale_power": 8}}
+PRECISIONS = BF16 | {"fp16": {"enabled": True, "initial_scale_power": 8}}
 
 
 @pytest.mark.parametrize(
     ("world", "steps", "accumulation", "max_norm"),
-    [(1, 25, 1, 0.0), (3, 25, 1, 0.0), (4, 15, 1, 0.0), (1, 15, 3, 0.2), (3, 15, 3, 0.2)],
+    [(1, 12, 1, 0.0), (4, 12, 1, 0.0), (1, 6, 3, 0.2), (3, 6, 3, 0.2)],
 )
 def test_losses_are_plain_torchs(world, steps, accumulation, max_norm) -> None:
     expected = torch.tensor(reference(world, steps, accumulation, max_norm))
@@ -36,8 +54,7 @@ def test_losses_are_plain_torchs(world, steps, accumulation, max_norm) -> None:
             assert torch.equal(losses[0], losses[2])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("precision", "accumulation"), [("bf16", 1), ("bf16", 2), ("fp16", 2)])
 def test_16_bit_follows_fp32(precision, accumulation) -> None:
     expected = reference(2, 25, accumulation, max_norm=0.5)
 
@@ -136,16 +153,14 @@ def test_no_sync_adds_up_what_one_backward_gives() -> None:
             whole.step()
         torch.testing.assert_close(split.module.mix.weight, whole.module.mix.weight)
 
-    for stage in (0, 1, 2):
-        threads.run(lambda comm, stage=stage: body(comm, stage), 3)
+    at_stages(body, ranks=3)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_share_of_a_16_bit_loss_comes_back_in_fp32(precision) -> None:
-    engine = make_engine(None, settings(gradient_accumulation_steps=3, **{precision: {"enabled": True}}))
+def test_a_share_of_a_16_bit_loss_comes_back_in_fp32() -> None:
+    engine = make_engine(None, settings(gradient_accumulation_steps=3, **BF16))
     loss = engine(batch(0, 0)[0]).sum()
     share = engine.backward(loss)
-    assert loss.dtype != torch.float32
+    assert loss.dtype == torch.bfloat16
     assert torch.equal(share, loss.detach().float() / 3)
     assert not share.requires_grad
 
@@ -168,12 +183,14 @@ def test_shares_of_a_step_are_not_divided_again(tmp_path) -> None:
                 shared.backward(loss_of(shared, comm.rank, 2 * step + part) / 2, scale_wrt_gas=False)
                 shared.step()
         assert shared.global_steps == divided.global_steps == 4
+        shared.set_gradient_accumulation_boundary(None)
+        assert not shared.is_gradient_accumulation_boundary()
         torch.testing.assert_close(shared.module.mix.weight, divided.module.mix.weight)
         divided.close()
         shared.close()
 
+    at_stages(body, 0, 2)
     for stage in (0, 2):
-        threads.run(lambda comm, stage=stage: body(comm, stage), 2)
         losses = [
             [float(line.split(",")[1]) for line in path.read_text().splitlines()[1:]]
             for name in ("divided", "shared")
@@ -195,35 +212,76 @@ def test_a_step_can_be_dropped() -> None:
         assert dropping.micro_steps == 0
         assert train(dropping, range(3)) == train(plain, range(3))
 
-    for stage in (0, 1, 2):
-        threads.run(lambda comm, stage=stage: body(comm, stage), 2)
+    at_stages(body)
 
 
-def test_boundaries_can_be_set() -> None:
+def test_inputs_by_place_and_by_name_reach_the_model_in_its_dtype() -> None:
+    class Scaled(Tiny):
+        def forward(self, inputs, *, scale):
+            assert inputs.dtype == scale.dtype == torch.bfloat16
+            return super().forward(inputs) * scale
+
+    engine, *_ = initialize(model=Scaled(), config=settings(**BF16))
+    assert engine(torch.ones(MICRO, FEATURES), scale=torch.ones(1)).dtype == torch.bfloat16
+
+
+# Without an optimizer
+
+
+@pytest.mark.parametrize("precision", [{}, BF16])
+def test_weights_of_a_training_job_are_evaluated(tmp_path, precision) -> None:
+    def body(comm, stage):
+        trained = make_engine(comm, settings(stage, **precision))
+        train(trained, range(2))
+        assert trained.save_checkpoint(tmp_path / str(stage), "two")
+        config = settings(stage, optimizer=None, **precision)
+        engine, optimizer, loader, schedule = initialize(model=make_model(7), comm=comm, config=config)
+        assert (optimizer, engine.optimizer, loader, schedule) == (None, None, None, None)
+        assert engine.get_lr() == engine.get_mom() == []
+        assert engine.load_checkpoint(tmp_path / str(stage))[0] is not None
+        assert (engine.global_steps, engine.loaded_checkpoint_dp_world_size) == (2, comm.size)
+        engine.eval()
+        trained.eval()
+        inputs, _ = batch(comm.rank, 0)
+        with torch.no_grad():
+            assert torch.equal(engine(inputs), trained(inputs))
+        assert equal(weights(engine), weights(trained.module))
+        engine.destroy()
+
+    at_stages(body, 0, 2)
+
+
+def test_it_takes_and_saves_rank_0s_weights_which_others_load(tmp_path) -> None:
     def body(comm):
-        engine = make_engine(comm, settings(gradient_accumulation_steps=2))
-        for micro in range(4):
-            engine.set_gradient_accumulation_boundary(micro in (2, 3))
-            engine.backward(loss_of(engine, comm.rank, micro))
-            engine.step()
-        assert (engine.micro_steps, engine.global_steps) == (4, 2)
-        engine.set_gradient_accumulation_boundary(None)
-        assert not engine.is_gradient_accumulation_boundary()
+        model = make_model(3 + comm.rank).requires_grad_(False)  # there is nothing to train, and nothing has to be
+        engine = make_engine(comm, settings(0, optimizer=None), model=model)
+        expected = weights(make_model(3))
+        assert engine.save_checkpoint(tmp_path / "checkpoints", client_state={"of": "evaluation"})
+        assert engine.save_16bit_model(tmp_path, "model.safetensors")
+        other = make_engine(comm, settings(1, optimizer=None), seed=5)
+        assert other.load_checkpoint(tmp_path / "checkpoints")[1] == {"of": "evaluation"}
+        trained = make_engine(comm, settings(1), seed=6)
+        trained.load_checkpoint(tmp_path / "checkpoints", load_optimizer_states=False)
+        with pytest.raises(ValueError, match="none"):
+            trained.load_checkpoint(tmp_path / "checkpoints")
+        assert all(equal(weights(one.module), expected) for one in (engine, other, trained))
+        other.load_state_dict(make_model(7).state_dict())
+        assert equal(weights(other.module), weights(make_model(7)))
 
     threads.run(body, 2)
+    assert load_file(tmp_path / "model.safetensors").keys() <= Tiny().state_dict().keys()
 
 
-def test_inputs_of_many_kinds_reach_the_model_in_its_dtype() -> None:
-    class Sum(Tiny):
-        def forward(self, pair, *, scale):
-            first, second = pair["both"]
-            assert first.dtype == second.dtype == scale.dtype == torch.bfloat16
-            assert pair["count"].dtype == torch.int64
-            return super().forward(first + second) * scale
-
-    engine, *_ = initialize(model=Sum(), config=settings(bf16={"enabled": True}))
-    ones = torch.ones(MICRO, FEATURES)
-    inputs = {"both": (ones, ones.double()), "count": torch.arange(3), "name": "x"}
-    engine.backward(engine(inputs, scale=torch.ones(1)).float().mean())
-    engine.step()
-    assert engine.was_step_applied()
+def test_it_cannot_train() -> None:
+    engine = make_engine(None, settings(0, optimizer=None))
+    loss = engine(batch(0, 0)[0]).mean()
+    for call in (lambda: engine.backward(loss), lambda: engine.scale(loss), engine.step, engine.end_backward):
+        with pytest.raises(CallError, match="an engine without an optimizer, which evaluates only: to train, pass one"):
+            call()
+    loss.backward()
+    with pytest.raises(AssertionError, match="without an optimizer"):
+        engine.step()
+    engine.zero_grad()
+    assert all(parameter.grad is None for parameter in engine.parameters())
+    with pytest.raises(AttributeError, match=r"no load_state_dict\(\)"):
+        make_engine(None, settings()).load_state_dict({})

@@ -1,4 +1,5 @@
-"""Published configurations load as they are and train 20 steps on 2 ranks."""
+"""Configurations that DeepSpeed, its examples and Hugging Face publish, key by key as people have them: they load and
+train as they are."""
 
 from __future__ import annotations
 
@@ -12,12 +13,163 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.published import AS_TEXT, FILES
 from thinwire import initialize
 from thinwire.comm import Communicator, threads
 from thinwire.engine.config import load_config
 
-STEPS = 20
+_WIRE: dict[str, Any] = {"cuda_aware": False, "comm_backend_name": "nccl"}
+_DYNAMIC: dict[str, Any] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}
+_LAMB: dict[str, Any] = {"weight_decay": 0.01, "bias_correction": False, "max_coeff": 0.3, "min_coeff": 0.01}
+_LAMB |= {"freeze_step": 1000, **_WIRE, "coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5}
+_LAMB |= {"factor_threshold": 0.1}
+_ZERO_ONE: dict[str, Any] = {"var_freeze_step": 12500, "local_step_scaler": 32678, **_WIRE}
+_UNCORRECTED: dict[str, Any] = {"weight_decay": 0.01, "bias_correction": False}
+
+
+def _file(batch: int, micro: int | None, every: int, optimizer: str, params: Any, **changes: Any) -> dict[str, Any]:
+    sizes = {"train_batch_size": batch} | ({} if micro is None else {"train_micro_batch_size_per_gpu": micro})
+    return {**sizes, "steps_per_print": every, "optimizer": {"type": optimizer, "params": params}, **changes}
+
+
+def _bert(batch: int, micro: int, every: int, optimizer: str, params: Any, fp16: Any, **changes: Any) -> dict[str, Any]:
+    """As the files for BERT pre-training have it."""
+    common = {"prescale_gradients": False, "gradient_clipping": 1.0, "wall_clock_breakdown": False, "fp16": fp16}
+    return _file(batch, micro, every, optimizer, params, **common | changes)
+
+
+_CIFAR_ADAM = {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}
+_CIFAR_WARMUP = {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}
+_CIFAR: dict[str, Any] = _file(4, None, 2000, "Adam", _CIFAR_ADAM) | {
+    "scheduler": {"type": "WarmupLR", "params": _CIFAR_WARMUP},
+    "wall_clock_breakdown": False,
+}
+_CIFAR_ZERO: dict[str, Any] = {
+    "stage": 2,
+    "allgather_partitions": True,
+    "reduce_scatter": True,
+    "allgather_bucket_size": 50000000,
+    "reduce_bucket_size": 50000000,
+    "overlap_comm": True,
+    "contiguous_gradients": True,
+    "cpu_offload": True,
+}
+_CIFAR_FP16: dict[str, Any] = {
+    "enabled": True,
+    "fp16_master_weights_and_grads": True,
+    "loss_scale": 0,
+    "loss_scale_window": 500,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+    "initial_scale_power": 15,
+}
+FILES: dict[str, dict[str, Any]] = {
+    # DeepSpeedExamples, BingBertSquad/1-bit_adam
+    "squad, 1-bit Adam": _file(
+        96,
+        3,
+        100,
+        "OnebitAdam",
+        {"lr": 3e-5, "freeze_step": 400, "weight_decay": 0.0, "bias_correction": False, **_WIRE},
+        gradient_clipping=1.0,
+        fp16={"enabled": True},
+    ),
+    # DeepSpeedExamples, bing_bert/01_adam, bing_bert/1-bit_lamb, and bing_bert without the section that progressive
+    # layer drop's tutorial adds
+    "bert, 0/1 Adam": _bert(4096, 16, 100, "ZeroOneAdam", {"lr": 4e-4, **_UNCORRECTED, **_ZERO_ONE}, _DYNAMIC),
+    "bert, 1-bit LAMB": _bert(65536, 64, 1000, "OneBitLamb", {"lr": 11e-3, **_LAMB}, _DYNAMIC),
+    "bert, Adam": _bert(
+        4096,
+        16,
+        100,
+        "Adam",
+        {"lr": 1e-3, **_UNCORRECTED},
+        {"enabled": True, "loss_scale": 0},
+        prescale_gradients=True,
+        gradient_predivide_factor=8,
+    ),
+    # DeepSpeed's tutorial of BERT pre-training
+    "bert, Adam of the tutorial": _file(
+        4096, 64, 1000, "Adam", {"lr": 2e-4, "max_grad_norm": 1.0, **_UNCORRECTED}, fp16=_DYNAMIC
+    ),
+    # DeepSpeed's CIFAR-10 tutorial, and DeepSpeedExamples, cifar
+    "cifar of the tutorial": _CIFAR,
+    "cifar": _CIFAR
+    | {"gradient_clipping": 1.0, "prescale_gradients": False, "fp16": _CIFAR_FP16, "zero_optimization": _CIFAR_ZERO},
+    "cifar, 1-bit LAMB": _bert(
+        1024, 16, 1000, "OneBitLamb", {"lr": 5e-3, **_LAMB, "factor_max": 2.0}, {"enabled": False, "loss_scale": 0}
+    ),
+}
+
+# DeepSpeed's tutorial of 1-bit Adam has a comma too many.
+AS_TEXT = """{
+  "train_batch_size": 4096,
+  "train_micro_batch_size_per_gpu": 16,
+  "optimizer": {
+    "type": "OneBitAdam",
+    "params": {"lr": 4e-4, "freeze_step": 23000, "cuda_aware": false, "comm_backend_name": "nccl"}
+  },
+  "fp16": {
+    "enabled": true,
+  }
+}
+"""
+
+_FILLED_IN: dict[str, Any] = {
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+}
+_PINNED = {"device": "cpu", "pin_memory": True}
+
+# transformers, tests/deepspeed
+ZERO_2: dict[str, Any] = _FILLED_IN | {
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": _PINNED,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 2e8,
+        "contiguous_gradients": True,
+    },
+}
+ZERO_3: dict[str, Any] = _FILLED_IN | {
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": _PINNED,
+        "offload_param": _PINNED,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e14,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_fp16_weights_on_model_save": True,
+    },
+}
+
+
+STEPS = 6
 
 
 def losses_of(source: Any) -> list[float]:

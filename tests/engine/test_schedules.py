@@ -74,69 +74,51 @@ def deepspeed_warmup_gamma(iteration: int, warmup: int, kind: str) -> float:
     return math.log(iteration + 1) / math.log(warmup) if kind == "log" else iteration / warmup
 
 
-@pytest.mark.parametrize("kind", ["log", "linear"])
-@pytest.mark.parametrize("warmup", [1, 2, 3, 10])
-def test_warmup_follows_deepspeed(kind: Any, warmup: int) -> None:
-    optimizer = make_optimizer(0.5)
-    schedule = WarmupLR(optimizer, 0.1, 0.4, warmup, kind)
-    expected = [0.1 + 0.3 * deepspeed_warmup_gamma(step - 1, warmup, kind) for step in range(15)]
-    assert first_group(optimizer, schedule, 15) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("kind", ["log", "linear"])
-def test_warmup_decay_follows_deepspeed(kind: Any) -> None:
-    total, warmup = 20, 6
-    optimizer = make_optimizer(0.5)
-    schedule = WarmupDecayLR(optimizer, total, 0.02, 0.2, warmup, kind)
-
-    def gamma(iteration: int) -> float:
-        if iteration < warmup:
-            return deepspeed_warmup_gamma(iteration, warmup, kind)
-        return max(0.0, (total - iteration) / (total - warmup))
-
-    expected = [0.02 + 0.18 * gamma(step - 1) for step in range(30)]
-    assert first_group(optimizer, schedule, 30) == pytest.approx(expected)
-    assert expected[total + 1] == pytest.approx(0.02)
-
-
-@pytest.mark.parametrize("kind", ["log", "linear"])
-def test_warmup_cosine_follows_deepspeed(kind: Any) -> None:
-    total, warmup, least, last = 21, 4, 0.2, 0.05
-    optimizer = make_optimizer(0.5)
-    schedule = WarmupCosineLR(optimizer, total, least, warmup, last, kind)
-
-    def ratio(iteration: int) -> float:
-        if iteration < warmup:
-            return least + (1 - least) * deepspeed_warmup_gamma(iteration, warmup, kind)
+def deepspeed_ratio(iteration: int, name: str, total: int, warmup: int, kind: str, least: float, last: float) -> float:
+    """What the highest rate is multiplied by, from `least` on where the schedule has a lowest rate."""
+    if iteration < warmup:
+        ratio = deepspeed_warmup_gamma(iteration, warmup, kind)
+    elif name == "WarmupLR":
+        ratio = 1.0
+    elif name == "WarmupDecayLR":
+        ratio = max(0.0, (total - iteration) / (total - warmup))
+    else:
         progress = min(1.0, (iteration - warmup + 1) / (total - warmup))
         return last + (1 - last) * (1 + math.cos(math.pi * progress)) / 2
+    return least + (1 - least) * ratio
 
-    expected = [0.5 * ratio(step - 1) for step in range(30)]
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+@pytest.mark.parametrize(
+    ("name", "warmup"), [*(("WarmupLR", steps) for steps in (1, 2, 3, 10)), ("WarmupDecayLR", 6), ("WarmupCosineLR", 4)]
+)
+def test_warmups_follow_deepspeed(name: str, kind: str, warmup: int) -> None:
+    options: dict[str, Any] = {"warmup_num_steps": warmup, "warmup_type": kind}
+    options |= {"total_num_steps": 20} if name != "WarmupLR" else {}
+    if name == "WarmupCosineLR":
+        options |= {"warmup_min_ratio": 0.2, "cos_min_ratio": 0.05}
+    else:
+        options |= {"warmup_min_lr": 0.1, "warmup_max_lr": 0.5}
+    optimizer = make_optimizer(0.5)
+    schedule = build_schedule(name, options, optimizer)
+    expected = [0.5 * deepspeed_ratio(step - 1, name, 20, warmup, kind, 0.2, 0.05) for step in range(30)]
     assert first_group(optimizer, schedule, 30) == pytest.approx(expected)
-    assert expected[-1] == pytest.approx(0.025)
 
 
 @pytest.mark.parametrize("schedule_type", [WarmupLR, WarmupDecayLR, WarmupCosineLR])
 def test_no_warmup_starts_at_the_highest_rate(schedule_type: Any) -> None:
     optimizer = make_optimizer(0.3)
-    options: dict[str, Any] = {"warmup_num_steps": 0}
-    if schedule_type is not WarmupLR:
-        options["total_num_steps"] = 10
-    if schedule_type is not WarmupCosineLR:
-        options["warmup_max_lr"] = None
-    schedule = schedule_type(optimizer, **options)
-    rates = first_group(optimizer, schedule, 14)
+    options: dict[str, Any] = {} if schedule_type is WarmupLR else {"total_num_steps": 10}
+    options |= {} if schedule_type is WarmupCosineLR else {"warmup_max_lr": None}
+    rates = first_group(optimizer, schedule_type(optimizer, warmup_num_steps=0, **options), 14)
     assert rates[0] == pytest.approx(0.3)
     assert all(earlier >= later for earlier, later in pairwise(rates))
 
 
 def test_range_test_rises_smoothly_or_in_stairs() -> None:
-    optimizer = make_optimizer(1.0)
-    smooth = LRRangeTest(optimizer, 0.1, 2, 0.5)
-    assert first_group(optimizer, smooth, 5) == pytest.approx([0.1, 0.125, 0.15, 0.175, 0.2])
-    optimizer = make_optimizer(1.0)
-    stairs = LRRangeTest(optimizer, 0.1, 2, 0.5, True)
-    assert first_group(optimizer, stairs, 5) == pytest.approx([0.1, 0.1, 0.15, 0.15, 0.2])
+    for stairs, expected in ((False, [0.1, 0.125, 0.15, 0.175, 0.2]), (True, [0.1, 0.1, 0.15, 0.15, 0.2])):
+        optimizer = make_optimizer(1.0)
+        assert first_group(optimizer, LRRangeTest(optimizer, 0.1, 2, 0.5, stairs), 5) == pytest.approx(expected)
 
 
 def deepspeed_cycle_scale(iteration: int, first: int, second: int) -> float:
@@ -185,14 +167,8 @@ CYCLES: list[tuple[dict[str, Any], dict[str, Any], str, list[list[float]]]] = [
     ),
     (  # between bounds of each group
         {},
-        {
-            "cycle_min_lr": [0.0, 0.2],
-            "cycle_max_lr": [0.4, 1.0],
-            "decay_lr_rate": 1.0,
-            "cycle_first_step_size": 2,
-            "cycle_second_step_size": 1,
-            "decay_step_size": 1,
-        },
+        {"cycle_min_lr": [0.0, 0.2], "cycle_max_lr": [0.4, 1.0], "decay_lr_rate": 1.0, "decay_step_size": 1}
+        | {"cycle_first_step_size": 2, "cycle_second_step_size": 1},
         "lr",
         [[0, 0.2], [0.2, 0.6], [0.4, 1.0], [0, 0.2], [0, 0.1]],
     ),
@@ -283,9 +259,7 @@ def test_a_rate_that_is_a_tensor() -> None:
 
 
 def test_every_schedule_that_can_be_named_is_tested() -> None:
-    assert set(PARAMS) <= set(schedule_names())
-    for name in schedule_names().keys() - PARAMS.keys():
-        pytest.fail(f"{name} has no parameters in this test")
+    assert PARAMS.keys() == schedule_names().keys()
 
 
 @pytest.mark.parametrize("name", PARAMS)
@@ -336,10 +310,7 @@ def test_a_changed_configuration_takes_effect_on_resume() -> None:
         (lambda o: OneCycle(o, [0.1, 0.4], 0.3), "cycle_min_lr must be from 0 to cycle_max_lr 0.3, got 0.4"),
         (lambda o: OneCycle(o, 0.1, 0.2, cycle_max_mom=1.0), "cycle_max_mom must be from 0 up to, not including, 1"),
         (lambda o: OneCycle(o, 0.1, 0.2, decay_lr_rate=0.5), "decay_step_size must be at least 1, got 0"),
-        (
-            lambda o: OneCycle(o, 0.1, 0.2, cycle_second_step_size=-1),
-            "cycle_second_step_size must be at least 0, got -1",
-        ),
+        (lambda o: OneCycle(o, 0.1, 0.2, cycle_second_step_size=-1), "cycle_second_step_size must be at least 0, got"),
         (lambda o: OneCycle(o, 0.1, 0.2, cycle_first_step_size=0), "cycle_first_step_size must be at least 1 step"),
         (lambda o: OneCycle(o, 0.1, 0.2, cycle_min_mom=[0.8]), "cycle_min_mom must be one number, or one for each"),
         (lambda o: OneCycle(o, 0.1, 0.2, cycle_max_mom=[0.9, 0.7]), "cycle_min_mom must be from 0 to 0.7, got 0.8"),

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from thinwire import initialize
-from thinwire.comm import Communicator
+from thinwire.comm import Communicator, threads
 from thinwire.engine import Engine
 
 MICRO = 6
 FEATURES = 16
 HIDDEN = 130  # several of the blocks that shards are whole numbers of
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 
 
 class Layer(nn.Module):
@@ -80,8 +82,8 @@ def settings(stage: int = 1, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def make_engine(comm: Communicator, config: dict[str, Any], seed: int = 0, **given: Any) -> Engine:
-    return initialize(model=make_model(seed), comm=comm, config=config, **given)[0]
+def make_engine(comm: Communicator | None, config: dict[str, Any], seed: int = 0, **given: Any) -> Engine:
+    return initialize(**{"model": make_model(seed), "comm": comm, "config": config, **given})[0]
 
 
 def train(engine: Engine, steps: Iterable[int]) -> list[float]:
@@ -99,10 +101,45 @@ def train(engine: Engine, steps: Iterable[int]) -> list[float]:
     return losses
 
 
-def reference(world: int, steps: int, accumulation: int = 1, max_norm: float = 0.0) -> list[float]:
+def train_same_data(engine: Engine, steps: Iterable[int]) -> list[float]:
+    """Losses of steps in which all ranks take the same data, whose average does not depend on their number."""
+    losses = []
+    for step in steps:
+        loss = loss_of(engine, 0, step)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of all but the number of calls."""
+    return {name: value.clone() for name, value in model.state_dict().items() if name != "calls"}
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two states have the same bits."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def at_stages(body: Callable[[Communicator, int], Any], *stages: int, ranks: int = 2) -> list[list[Any]]:
+    """Run a body, which takes a stage, on ranks of its own at each stage, by default all below 3."""
+    return [threads.run(lambda comm, stage=stage: body(comm, stage), ranks) for stage in stages or (0, 1, 2)]
+
+
+def speaking() -> Communicator:
+    """One rank, as in a job that prints what it has to say."""
+    comm = threads.single(60.0)
+    comm.speaks = True
+    return comm
+
+
+def reference(
+    world: int, steps: int, accumulation: int = 1, max_norm: float = 0.0, kind: type[Optimizer] = torch.optim.AdamW
+) -> list[float]:
     """The same losses, of one process in plain torch."""
     model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1)
     losses = []
     for step in range(steps):
         total = 0.0

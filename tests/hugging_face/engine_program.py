@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification
 
-from tests.engine.published import ZERO_2, ZERO_3
+from tests.engine.test_published import ZERO_2, ZERO_3
 from tests.hugging_face.tiny import BATCH, KEEP_BEST, RATE, make_arguments, make_model, make_samples, run_all
 from thinwire import comm as communication
 from thinwire.comm import Communicator

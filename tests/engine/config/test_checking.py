@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.published import ZERO_3
+from tests.engine.test_published import ZERO_3
 from thinwire.command_line import main
 
 BERT: dict[str, Any] = {

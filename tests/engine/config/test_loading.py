@@ -217,6 +217,7 @@ def test_a_source_of_another_kind(source: Any) -> None:
         ({"optimizer": {"type": 3}}, '"optimizer.type" must be a string, got 3'),
         ({"optimizer": {"type": "SGD", "params": [1]}}, '"optimizer.params" must be an object, {...}, got [1]'),
         ({"checkpoint": {"keep_last": 1}}, '"checkpoint.keep_last" must be a whole number or null, at least 2, got 1'),
+        ({"checkpoint": {"tag_validation": "foo"}}, '"checkpoint.tag_validation" must be'),
         ({"tensorboard": {"job_name": ""}}, '"tensorboard.job_name" must be a string, not empty'),
         ({"activation_checkpointing": {"modules": "BertLayer"}}, "must be a list of strings"),
         ({"activation_checkpointing": {"modules": ["a", 3]}}, "must be a list of strings"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.tiny import settings
+from tests.engine.tiny import at_stages, equal, make_engine, settings, weights
 from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.engine import ConfigError
@@ -52,11 +52,11 @@ def bert(pre_ln: bool = False):
     return transformers.BertForMaskedLM(config)
 
 
-def train(engine, steps, rank=0):
+def read(engine, steps, rank=0):
+    """Losses of a BERT's steps."""
     losses = []
     for step in steps:
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        tokens = torch.randint(0, 40, (6, 96), generator=generator)
+        tokens = torch.randint(0, 40, (6, 96), generator=torch.Generator().manual_seed(100 * step + rank))
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
@@ -64,13 +64,23 @@ def train(engine, steps, rank=0):
     return losses
 
 
+def losses(engine, steps):
+    """Of a stack's steps."""
+    found = []
+    for step in steps:
+        loss = engine(torch.randn(6, 8, generator=torch.Generator().manual_seed(step)))
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    return found
+
+
 def test_sparse_attention_is_plugged_in() -> None:
-    dense = initialize(model=bert(), config=settings())[0]
-    sparse = initialize(model=bert(), config=settings(sparse_attention=SPARSE))[0]
+    dense, sparse = (make_engine(None, settings(**one), model=bert()) for one in ({}, {"sparse_attention": SPARSE}))
     assert "thinwire" in sparse.module.config._attn_implementation
-    losses = train(sparse, range(4))
-    assert losses != train(dense, range(4))
-    assert all(map(math.isfinite, losses))
+    found = read(sparse, range(2))
+    assert found != read(dense, range(2))
+    assert all(map(math.isfinite, found))
 
 
 def test_sparse_attention_needs_a_model_it_knows() -> None:
@@ -78,32 +88,28 @@ def test_sparse_attention_needs_a_model_it_knows() -> None:
         initialize(model=Stack(), config=settings(sparse_attention=SPARSE))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_layers_are_dropped_alike_and_leave_their_weights_alone(stage) -> None:
-    def body(comm):
+def test_layers_are_dropped_alike_and_leave_their_weights_alone() -> None:
+    def body(comm, stage):
         config = settings(stage, progressive_layer_drop=DROP, gradient_accumulation_steps=2)
-        engine = initialize(model=Stack(), config=config, comm=comm)[0]
+        engine = make_engine(comm, config, model=Stack())
         engine.backward(engine(torch.ones(6, 8)))
         engine.step()
         runs = []
-        for step in range(20):
-            for micro in range(2):
-                engine.module.ran.clear()
-                inputs = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + micro + comm.rank))
-                engine.backward(engine(inputs))
-                engine.step()
-                runs.append(tuple(engine.module.ran))
+        for micro in range(24):
+            engine.module.ran.clear()
+            inputs = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * micro + comm.rank))
+            engine.backward(engine(inputs))
+            engine.step()
+            runs.append(tuple(engine.module.ran))
         engine.eval()
         engine.module.ran.clear()
         engine(torch.ones(6, 8))
         assert engine.module.ran == [0, 1, 2, 3]
-        return runs, engine.module.state_dict()
+        return runs, weights(engine.module)
 
-    (runs, weights), *others = threads.run(body, 3)
-    assert len(set(runs[4:])) > 3  # once theta has fallen, steps differ
-    for other_runs, other_weights in others:
-        assert other_runs == runs
-        assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    for (runs, expected), *others in at_stages(body, ranks=3):
+        assert len(set(runs[4:])) > 3  # once theta has fallen, steps differ
+        assert all(other == runs and equal(found, expected) for other, found in others)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -116,10 +122,8 @@ def test_dropped_layers_are_not_sent(stage) -> None:
                 progressive_layer_drop={"enabled": True, "theta": theta, "gamma": 5.0},
                 zero_optimization={"stage": stage, "reduce_bucket_size": 64},
             )
-            engine = initialize(model=Stack(), config=config, comm=comm)[0]
-            for step in range(12):
-                engine.backward(engine(torch.randn(6, 8, generator=torch.Generator().manual_seed(step))))
-                engine.step()
+            engine = make_engine(comm, config, model=Stack())
+            losses(engine, range(12))
             sent.append(engine.optimizer.bytes_sent)
         return sent
 
@@ -131,16 +135,7 @@ def test_dropped_layers_are_not_sent(stage) -> None:
 def test_a_resumed_run_drops_what_the_other_would_have(tmp_path, recomputed) -> None:
     def make():
         config = settings(1, progressive_layer_drop=DROP, activation_checkpointing={"modules": recomputed})
-        return initialize(model=Stack(), config=config)[0]
-
-    def losses(engine, steps):
-        found = []
-        for step in steps:
-            loss = engine(torch.randn(6, 8, generator=torch.Generator().manual_seed(step)))
-            engine.backward(loss)
-            engine.step()
-            found.append(loss.item())
-        return found
+        return make_engine(None, config, model=Stack())
 
     engine = make()
     losses(engine, range(7))
@@ -190,7 +185,7 @@ class Wrapped(nn.Module):
     ids=["named", "looked up", "wrapped", "wrapped and looked up", "wrapped twice"],
 )
 def test_a_model_that_drops_layers_by_itself_is_told(make, find) -> None:
-    engine = initialize(model=make(), config=settings(progressive_layer_drop=DROP))[0]
+    engine = make_engine(None, settings(progressive_layer_drop=DROP), model=make())
     for step in range(3):
         engine.backward(engine(torch.ones(6, 4)))
         assert find(engine.module).told == (True, 0.5 * math.exp(-step) + 0.5)
@@ -216,12 +211,11 @@ def test_both_together_on_bert() -> None:
     config = settings(1, sparse_attention=SPARSE, progressive_layer_drop=DROP)
 
     def body(comm):
-        engine = initialize(model=bert(pre_ln=True), config=config, comm=comm)[0]
-        train(engine, range(6), comm.rank)
-        return engine.module.state_dict()
+        engine = make_engine(comm, config, model=bert(pre_ln=True))
+        read(engine, range(4), comm.rank)
+        return weights(engine.module)
 
-    weights = threads.run(body, 2)
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert equal(*threads.run(body, 2))
 
 
 @pytest.mark.parametrize(

@@ -159,8 +159,7 @@ def test_unshuffled_is_the_order_of_the_dataset() -> None:
 def test_an_abandoned_loop_goes_on_where_it_stopped() -> None:
     whole = [indices(batch) for batch in alone(9, 2, drop_last=False)]
     loader = alone(9, 2, drop_last=False)
-    first = indices(next(iter(loader)))
-    assert [first] + [indices(batch) for batch in loader] == whole
+    assert [indices(next(iter(loader)))] + [indices(batch) for batch in loader] == whole
     assert loader.epoch == 1
 
 

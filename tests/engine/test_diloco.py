@@ -10,13 +10,21 @@ import safetensors.torch
 import torch
 
 import thinwire
-from tests.engine.test_engine_checkpoints import train_same_data
-from tests.engine.tiny import loss_of, make_engine, make_model, settings, train
+from tests.engine.tiny import (
+    BF16,
+    at_stages,
+    equal,
+    loss_of,
+    make_engine,
+    make_model,
+    settings,
+    train,
+    train_same_data,
+    weights,
+)
 from thinwire.comm import Communicator, threads
-from thinwire.engine import Engine
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
-BF16 = {"bf16": {"enabled": True}}
 PARAMS: dict[str, Any] = {
     "lr": 3e-3,
     "inner": {"type": "AdamW", "params": {"weight_decay": 0.1}},
@@ -33,14 +41,6 @@ def diloco(stage: int = 0, params: dict[str, Any] | None = None, **changes: Any)
     return settings(stage, optimizer={"type": "diloco", "params": PARAMS | (params or {})}, **changes)
 
 
-def weights(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in engine.module.state_dict().items() if name != "calls"}
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(value, other[name]) for name, value in one.items())
-
-
 def test_it_is_the_optimizer_with_accumulation_clipping_and_a_schedule() -> None:
     schedule = {"type": "LinearLR", "params": {"start_factor": 0.1, "total_iters": 10}}
     config = diloco(gradient_accumulation_steps=2, gradient_clipping=0.5, scheduler=schedule)
@@ -50,7 +50,7 @@ def test_it_is_the_optimizer_with_accumulation_clipping_and_a_schedule() -> None
         train(engine, range(11))
         assert engine.get_global_grad_norm() is not None
         assert engine.optimizer_name() == "DiLoCo"
-        return weights(engine), engine.optimizer.bytes_sent
+        return weights(engine.module), engine.optimizer.bytes_sent
 
     def by_hand(comm: Communicator) -> tuple[dict[str, torch.Tensor], int]:
         model = make_model()
@@ -65,7 +65,7 @@ def test_it_is_the_optimizer_with_accumulation_clipping_and_a_schedule() -> None
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        return model.state_dict(), optimizer.bytes_sent
+        return weights(model), optimizer.bytes_sent
 
     outcomes = threads.run(by_engine, 2)
     for (ours, sent), (wanted, wanted_sent) in zip(outcomes, threads.run(by_hand, 2), strict=True):
@@ -74,27 +74,27 @@ def test_it_is_the_optimizer_with_accumulation_clipping_and_a_schedule() -> None
     assert not equal(outcomes[0][0], outcomes[1][0])  # gradients have not been averaged
 
 
-@pytest.mark.parametrize("precision", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
 def test_it_learns_and_evaluates_on_the_outer_weights(precision: dict[str, Any]) -> None:
     def body(comm: Communicator) -> dict[str, torch.Tensor]:
         engine = make_engine(comm, diloco(params={"lr": 1e-2}, **precision))
         first = train(engine, range(5))
         train(engine, range(5, 19))
-        own, sent = weights(engine), engine.optimizer.bytes_sent
+        own, sent = weights(engine.module), engine.optimizer.bytes_sent
         assert engine.eval() is engine.module
-        common = weights(engine)
+        common = weights(engine.module)
         engine.train()
-        assert equal(weights(engine), own)
+        assert equal(weights(engine.module), own)
         assert not equal(own, common)
         assert engine.optimizer.bytes_sent == sent
-        assert sum(train(engine, range(19, 45))[-5:]) < 0.8 * sum(first)
+        assert sum(train(engine, range(19, 30))[-5:]) < 0.8 * sum(first)
         return common
 
     first, second = threads.run(body, 2)
     assert equal(first, second)
 
 
-@pytest.mark.parametrize("precision", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", [BF16, FP16], ids=["bf16", "fp16"])
 def test_resume(tmp_path, precision: dict[str, Any]) -> None:
     config = diloco(scheduler={"type": "StepLR", "params": {"step_size": 3, "gamma": 0.9}}, **precision)
 
@@ -108,14 +108,14 @@ def test_resume(tmp_path, precision: dict[str, Any]) -> None:
         train(engine, range(6, 7))  # a fragment is under way
         engine.save_checkpoint(tmp_path)
         train_same_data(engine, range(7, 15))
-        return weights(engine), engine.get_lr(), engine.loss_scaler.value if precision is FP16 else None
+        return weights(engine.module), engine.get_lr(), engine.loss_scaler.value if precision is FP16 else None
 
     def resume(comm: Communicator) -> Any:
         engine = make_engine(comm, config, seed=1)
         assert engine.load_checkpoint(tmp_path)[0]
         assert engine.global_steps == engine.optimizer.steps == 7
         train_same_data(engine, range(7, 15))
-        return weights(engine), engine.get_lr(), engine.loss_scaler.value if precision is FP16 else None
+        return weights(engine.module), engine.get_lr(), engine.loss_scaler.value if precision is FP16 else None
 
     expected = threads.run(save, 2)
     for (ours, *others), (wanted, *wanted_others) in zip(threads.run(resume, 2), expected, strict=True):
@@ -126,7 +126,7 @@ def test_resume(tmp_path, precision: dict[str, Any]) -> None:
         engine = make_engine(comm, config, seed=1)
         engine.load_checkpoint(tmp_path)
         engine.eval()
-        return weights(engine)
+        return weights(engine.module)
 
     outer = threads.run(elsewhere, 2)[0]
     for world in (1, 3):
@@ -138,13 +138,13 @@ def test_what_is_exported_is_the_outer_weights(tmp_path) -> None:
         engine = make_engine(comm, diloco())
         train(engine, range(7))
         engine.eval()
-        shown, sent = weights(engine), engine.optimizer.bytes_sent
+        shown, sent = weights(engine.module), engine.optimizer.bytes_sent
         engine.save_16bit_model(tmp_path, "evaluated.safetensors")
         assert engine.optimizer.bytes_sent == sent
         engine.train()
         engine.save_16bit_model(tmp_path, "met.safetensors")  # takes an outer step first
         assert engine.optimizer.in_sync
-        return shown, weights(engine)
+        return shown, weights(engine.module)
 
     outcomes = threads.run(body, 2)
     for shown, met in outcomes:
@@ -155,7 +155,7 @@ def test_what_is_exported_is_the_outer_weights(tmp_path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:step")
-@pytest.mark.parametrize("precision", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", [{}, FP16], ids=["fp32", "fp16"])
 def test_a_loss_that_is_not_finite_is_one_workers_affair(precision: dict[str, Any]) -> None:
     config = diloco(scheduler={"type": "StepLR", "params": {"step_size": 3, "gamma": 0.9}}, **precision)
 
@@ -182,10 +182,10 @@ def test_nodes_shard_their_state() -> None:
         engine = make_engine(comm, diloco(stage, {"nodes": [0, 0, 1, 1], "codec": "none"}, **changes))
         train(engine, range(6))
         engine.eval()
-        return weights(engine), engine.optimizer.bytes_sent_between_nodes
+        return weights(engine.module), engine.optimizer.bytes_sent_between_nodes
 
-    whole = threads.run(lambda comm: body(comm, 0), 4)
-    for ours, sent in threads.run(lambda comm: body(comm, 1), 4):
+    whole, sharded = at_stages(body, 0, 1, ranks=4)
+    for ours, sent in sharded:
         assert equal(ours, whole[0][0])
         assert sent == whole[0][1]
 
@@ -205,20 +205,7 @@ def test_what_does_not_go_with_it_is_refused(config: dict[str, Any], message: st
     threads.run(body, 2)
 
 
-def test_it_is_there_through_deepspeeds_door() -> None:
-    model = make_model()
-    engine, optimizer, _, _ = thinwire.deepspeed.initialize(model=model, config=diloco(1, **BF16))
-    assert isinstance(optimizer, thinwire.DiLoCo)
-    train(engine, range(5))
-    engine.eval()
-    engine.train()
-    engine.close()
-
-
 def test_overlap_comm_has_no_effect() -> None:
-    def body(comm: Communicator) -> None:
-        engine = make_engine(comm, diloco(zero_optimization={"stage": 1, "overlap_comm": True}, **BF16))
-        assert not engine.settings.zero_optimization.overlap_comm
-        train(engine, range(2))
-
-    threads.run(body, 2)
+    engine = make_engine(None, diloco(zero_optimization={"stage": 1, "overlap_comm": True}, **BF16))
+    assert not engine.settings.zero_optimization.overlap_comm
+    train(engine, range(2))

@@ -1,4 +1,4 @@
-"""What is converted for a precision, and what is left as it is."""
+"""What is converted for a precision, and what is left as it is; parameters without a gradient, which can be an error."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.engine.tiny import MICRO, make_engine, settings
+from thinwire.comm import threads
 from thinwire.engine.config import load_config
-from thinwire.engine.model import Precision, check_model
+from thinwire.engine.model import Precision, UnusedParametersError, check_model
 
 CPU = torch.device("cpu")
 
@@ -23,8 +25,7 @@ def test_of_a_configuration() -> None:
         assert Precision.of(load_config({"train_batch_size": 1} | section, 1)).dtype == dtype
 
 
-class Pair(namedtuple("Pair", "left right")):
-    pass
+Pair = namedtuple("Pair", "left right")
 
 
 class Encoding(UserDict):
@@ -57,12 +58,9 @@ def test_inputs_keep_their_types() -> None:
     assert inputs["encoding"]["weights"].dtype == inputs["list"][0].dtype == torch.float64
 
 
-def test_without_a_precision_inputs_stay() -> None:
+def test_without_a_precision_inputs_stay_and_with_one_gradients_flow_through_them() -> None:
     floats = torch.ones(2, dtype=torch.float64)
     assert Precision(None).place([floats], CPU)[0].dtype == torch.float64
-
-
-def test_gradients_flow_through_inputs() -> None:
     inputs = torch.ones(3, requires_grad=True)
     Precision(torch.bfloat16).place(inputs, CPU).sum().backward()
     assert torch.equal(inputs.grad, torch.ones(3))
@@ -102,3 +100,71 @@ def test_parameters_that_no_optimizer_holds_are_converted_too() -> None:
     assert {one.dtype for one in model[0].parameters()} == {torch.bfloat16}
     assert {one.dtype for one in model[1].parameters()} == {torch.float32}
     assert model[0].statistics is model[1].statistics
+
+
+class Forked(nn.Module):
+    """Uses its second layer where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(3, 3)
+        self.sometimes = nn.Linear(3, 3)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.nothing = nn.Parameter(torch.zeros(0))
+        generator = torch.Generator().manual_seed(5)  # not the global one, which ranks on threads share
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(generator=generator)
+
+    def forward(self, inputs: torch.Tensor, both: bool) -> torch.Tensor:
+        hidden = self.always(inputs)
+        return (self.sometimes(hidden) if both else hidden).square().mean() + self.nothing.sum()
+
+
+def config(stage: int, ignore: bool) -> dict:
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    zero = {"stage": stage, "ignore_unused_parameters": ignore}
+    return settings(gradient_accumulation_steps=2, optimizer=sgd, zero_optimization=zero)
+
+
+def steps(stage: int, ignore: bool, used: list[tuple[bool, bool]]) -> list[torch.Tensor]:
+    """Weights after steps whose micro-batches use the second layer as `used` says on rank 1, and always on rank 0."""
+
+    def body(comm):
+        engine = make_engine(comm, config(stage, ignore), model=Forked())
+        for micro_batches in used:
+            for both in micro_batches:
+                engine.backward(engine(torch.ones(MICRO, 3), both or comm.rank == 0))
+                engine.step()
+        return engine.module.always.weight.detach().clone()
+
+    return threads.run(body, 2)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_steps_that_use_every_parameter_are_as_ever(stage: int) -> None:
+    """One of the micro-batches is enough."""
+    used = [(True, True), (False, True), (True, False)]
+    assert torch.equal(steps(stage, False, used)[0], steps(stage, True, used)[0])
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_unused_parameter_is_an_error_by_name_on_every_rank(stage: int) -> None:
+    def body(comm):
+        engine = make_engine(comm, config(stage, ignore=False), model=Forked())
+        for _ in range(2):
+            engine.backward(engine(torch.ones(MICRO, 3), comm.rank == 0))
+            if engine.is_gradient_accumulation_boundary():
+                kind, message = UnusedParametersError, "parameters.* 2 of 4 .*sometimes.weight, sometimes.bias"
+                if comm.rank == 0:
+                    kind, message = ValueError, "rank 1 could not use all of its parameters"
+                with pytest.raises(kind, match=message):
+                    engine.step()
+            else:
+                engine.step()
+
+    threads.run(body, 2)
+
+
+def test_by_default_it_is_left_alone() -> None:
+    assert steps(2, True, [(False, False)])
