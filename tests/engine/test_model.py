@@ -1,4 +1,4 @@
-"""What is converted for a precision, and what is left as it is; parameters without a gradient, which can be an error."""
+"""What is converted for a precision, and what is left as it is; parameters without a gradient."""
 
 from __future__ import annotations
 
