@@ -43,24 +43,4 @@ if TYPE_CHECKING:
     from thinwire.optim import DiLoCo, ElasticSampler, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
     from thinwire.zero import ShardedOptimizer
 else:
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "": (
-                "comm",
-                "compress",
-                "deepspeed",
-                "engine",
-                "hugging_face",
-                "optim",
-                "plan",
-                "pld",
-                "sparse_attn",
-                "zero",
-            ),
-            "comm": ("Elastic",),
-            "deepspeed.initialization": ("initialize",),
-            "optim": ("DiLoCo", "ElasticSampler", "OneBitAdam", "OneBitLamb", "OneBitLion", "ZeroOneAdam"),
-            "zero": ("ShardedOptimizer",),
-        },
-    )
+    __getattr__, __dir__ = lazy_exports(__name__)

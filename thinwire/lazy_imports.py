@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable
 from typing import Any
 
 PROVIDERS: dict[str, str] = {}
 """Modules of upper rooms that lower ones use if they are there, by what for; the door of the package names them."""
 
 
-def lazy_exports(
-    package: str, offered: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of `package` (PEP 562), which offers names of its modules.
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of `package` (PEP 562), which offers what its source imports for type checkers.
 
-    `offered`: names by the module of `package` that defines them; under "" the names of modules that are offered as
-    such. No name may be that of another module of the package, which importing it would put in its place.
+    No name may be that of another module of the package, which importing it would put in its place.
     """
-    modules = {name: module for module, names in offered.items() for name in names}
+    module = sys.modules[package]
+    source = module.__spec__.loader.get_source(package)  # type: ignore[union-attr]
+    offered: dict[str, str] = {}
+    for branch in ast.parse(source).body:
+        for line in branch.body if isinstance(branch, ast.If) else ():
+            assert isinstance(line, ast.ImportFrom)
+            offered |= dict.fromkeys((alias.name for alias in line.names), str(line.module))
 
     def get(name: str) -> Any:
-        if name not in modules:
+        if name not in offered:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        if not modules[name]:
+        if offered[name] == package:
             return importlib.import_module(f"{package}.{name}")
-        return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        return getattr(importlib.import_module(offered[name]), name)
 
-    def names() -> list[str]:
-        return sorted({*vars(importlib.import_module(package)), *modules})
-
-    return get, names
+    return get, lambda: sorted({*vars(module), *offered})
 
 
 def provided(purpose: str) -> Any:

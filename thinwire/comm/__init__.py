@@ -41,18 +41,4 @@ if TYPE_CHECKING:
     from thinwire.comm.operation_log import LoggedCommunicator, OperationLog, OperationStatistics
     from thinwire.comm.torch_backend import TorchCommunicator
 else:
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "": ("threads",),
-            "collectives": ("Traffic", "Work"),
-            "communicator": ("Communicator",),
-            "elastic": ("Elastic", "MembershipError"),
-            "errors": ("CommunicationError", "CommunicationTimeout"),
-            "launch": ("init",),
-            "launchers": ("Launch", "detect"),
-            "mpi_backend": ("MPICommunicator",),
-            "operation_log": ("LoggedCommunicator", "OperationLog", "OperationStatistics"),
-            "torch_backend": ("TorchCommunicator",),
-        },
-    )
+    __getattr__, __dir__ = lazy_exports(__name__)

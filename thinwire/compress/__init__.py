@@ -25,12 +25,4 @@ if TYPE_CHECKING:
     from thinwire.compress.exchange import Exchange, Outcome
     from thinwire.compress.packet import Flags, Header, PacketError
 else:
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "codecs": ("Codec", "make_codec"),
-            "data_parallel_hook": ("CompressionState", "ddp_hook"),
-            "exchange": ("Exchange", "Outcome"),
-            "packet": ("Flags", "Header", "PacketError"),
-        },
-    )
+    __getattr__, __dir__ = lazy_exports(__name__)

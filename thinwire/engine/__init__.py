@@ -53,20 +53,4 @@ if TYPE_CHECKING:
         build_schedule,
     )
 else:
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "checkpoint.exporting": ("export_weights",),
-            "errors": ("CheckpointError",),
-            "checkpoint.manifest": ("ModelDescription",),
-            "checkpoint.store": ("CheckpointStore", "Snapshot"),
-            "config": ("ConfigError", "EngineConfig", "load_config"),
-            "data": ("RepeatingLoader", "ResumableLoader"),
-            "engine": ("Engine",),
-            "flops_profiler": ("FlopsProfiler", "get_model_profile"),
-            "loss_scale": ("NonFiniteError",),
-            "monitor": ("Monitor",),
-            "optimizers": ("CallError",),
-            "schedules": ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "build_schedule"),
-        },
-    )
+    __getattr__, __dir__ = lazy_exports(__name__)

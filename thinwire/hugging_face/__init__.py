@@ -13,4 +13,4 @@ __all__ = ["Trainer", "TrainerMixin", "adapt"]
 if TYPE_CHECKING:
     from thinwire.hugging_face.mixin import Trainer, TrainerMixin, adapt
 else:
-    __getattr__, __dir__ = lazy_exports(__name__, {"mixin": ("Trainer", "TrainerMixin", "adapt")})
+    __getattr__, __dir__ = lazy_exports(__name__)

@@ -29,15 +29,4 @@ if TYPE_CHECKING:
     from thinwire.optim.lion import OneBitLion
     from thinwire.optim.zero_one import ZeroOneAdam
 else:
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "adam": ("OneBitAdam",),
-            "captured_step": ("CapturedStep",),
-            "diloco.optimizer": ("DiLoCo", "ElasticSampler"),
-            "exact": ("Lamb", "Lion", "Muon"),
-            "lamb": ("OneBitLamb",),
-            "lion": ("OneBitLion",),
-            "zero_one": ("ZeroOneAdam",),
-        },
-    )
+    __getattr__, __dir__ = lazy_exports(__name__)

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from thinwire.plan.calibration import Calibration, load_calibration, save_calibration
     from thinwire.plan.probing import probe
 else:
-    __getattr__, __dir__ = lazy_exports(
-        __name__, {"calibration": ("Calibration", "load_calibration", "save_calibration"), "probing": ("probe",)}
-    )
+    __getattr__, __dir__ = lazy_exports(__name__)
 
 __all__ = [
     "Activations",

@@ -41,22 +41,4 @@ if TYPE_CHECKING:
     from thinwire.zero.rank_checks import ReplicaDriftError
     from thinwire.zero.saved_state import OwnSlices, SavedSlice, SliceSource
 else:
-    __getattr__, __dir__ = lazy_exports(
-        __name__,
-        {
-            "bucket_layout": (
-                "LARGEST_BUCKET_BYTES",
-                "BucketLayout",
-                "Slot",
-                "bucket_numel",
-                "partition",
-                "shard_numel",
-                "valid_in_shard",
-            ),
-            "home": ("StepResult",),
-            "optimizer": ("ShardedOptimizer",),
-            "placement": ("Averaging",),
-            "rank_checks": ("ReplicaDriftError",),
-            "saved_state": ("OwnSlices", "SavedSlice", "SliceSource"),
-        },
-    )
+    __getattr__, __dir__ = lazy_exports(__name__)

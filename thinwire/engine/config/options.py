@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import CodecName
 from thinwire.engine.schedules import schedule_names
+from thinwire.optim.exact import EXACT
 from thinwire.optim.settings import (
     Backend,
     Betas,
@@ -34,24 +35,61 @@ from thinwire.optim.settings import (
 LOCAL_UPDATES = "DiLoCo"
 """The type of a section whose optimizer steps inside each worker; its own is in "inner"."""
 
-_KINDS: Mapping[str, Any] = {
-    **dict.fromkeys(("lr", "lr_decay", "eps", "weight_decay", "momentum", "momentum_decay"), NotNegative),
-    "initial_accumulator_value": NotNegative,
-    **dict.fromkeys(("amsgrad", "bias_correction", "capturable", "centered", "decoupled_weight_decay"), bool),
-    "nesterov": bool,
-    **dict.fromkeys(("dampening", "lambd", "t0"), float),
-    "betas": Betas,
-    "fused": bool | None,
-}
+_Etas = Annotated[tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[float, Field(gt=1)]], BeforeValidator(as_tuple)]
+_StepSizes = Annotated[tuple[float, float], BeforeValidator(as_tuple)]
+_Unit = Annotated[float, Field(ge=0, le=1)]
+_Steps = Annotated[WholeNumber, Field(ge=0)]
+
+# As many groups a file can give a rate each: an optimizer takes the square of their number to check them.
+_MOST_GROUPS = 1024
+_Rates = NotNegative | Annotated[list[NotNegative], Field(min_length=1, max_length=_MOST_GROUPS)]
+_Numbers = float | Annotated[list[float], Field(min_length=1, max_length=_MOST_GROUPS)]
+_Momenta = Share | Annotated[list[Share], Field(min_length=1, max_length=_MOST_GROUPS)]
+
+_NAMES_OF: tuple[tuple[Any, str], ...] = (
+    (NotNegative, "lr lr_decay eps weight_decay momentum momentum_decay initial_accumulator_value min_coeff"),
+    (NotNegative, "lr_range_test_step_rate decay_lr_rate decay_mom_rate"),
+    (NotNegative | None, "muon_lr adam_lr"),
+    (bool, "amsgrad bias_correction capturable centered decoupled_weight_decay eps_inside_sqrt nesterov"),
+    (bool, "lr_range_test_staircase cycle_momentum three_phase"),
+    (bool | None, "fused"),
+    (float, "dampening lambd t0 alpha max_coeff gamma power eta_min div_factor final_div_factor"),
+    (float, "base_momentum max_momentum"),
+    (Betas, "betas"),
+    (_Etas, "etas"),
+    (_StepSizes, "step_sizes"),
+    (_Unit, "rho warmup_min_ratio cos_min_ratio factor end_factor pct_start"),
+    (Annotated[float, Field(gt=0, le=1)], "start_factor"),
+    (_Rates, "lr_range_test_min_lr cycle_min_lr cycle_max_lr warmup_min_lr"),
+    (_Rates | None, "warmup_max_lr"),
+    (_Numbers, "base_lr max_lr"),
+    (_Momenta, "cycle_min_mom cycle_max_mom"),
+    (Count, "lr_range_test_step_size cycle_first_step_size total_num_steps step_size T_max step_size_up T_0 T_mult"),
+    (Count | None, "step_size_down total_steps epochs steps_per_epoch"),
+    (_Steps, "cycle_first_stair_count decay_step_size warmup_num_steps"),
+    (_Steps | None, "cycle_second_step_size cycle_second_stair_count"),
+    (WholeNumber, "total_iters"),
+    (list[WholeNumber], "milestones"),
+    (Annotated[WholeNumber, Field(ge=1, lt=100)], "ns_steps"),
+    (Literal["original", "match_rms_adamw"] | None, "adjust_lr_fn"),
+    (Literal["log", "linear"], "warmup_type"),
+    (Literal["triangular", "triangular2", "exp_range"], "mode"),
+    (Literal["cycle", "iterations"], "scale_mode"),
+    (Literal["cos", "linear"], "anneal_strategy"),
+)
+_KINDS: Mapping[str, Any] = {name: kind for kind, names in _NAMES_OF for name in names.split()}
 
 
 def _arguments(
-    owner: type[Any], base: type[OptionModel], kinds: Mapping[str, Any], defaults: Mapping[str, Any]
+    owner: type[Any], base: type[OptionModel], defaults: Mapping[str, Any] | None = None, **kinds: Any
 ) -> type[OptionModel]:
-    """A model of the arguments in `kinds` of a class, with its own defaults where `defaults` has none."""
-    own = {name: one.default for name, one in inspect.signature(owner).parameters.items()} | dict(defaults)
+    """A model of the arguments of a class whose names say what they may be, or `kinds` do, with its own defaults, where
+    `defaults` has none."""
+    own = {name: one.default for name, one in inspect.signature(owner).parameters.items()} | dict(defaults or {})
     fields: Any = {
-        name: (kind, ... if own[name] is inspect.Parameter.empty else own[name]) for name, kind in kinds.items()
+        name: (kind, ... if default is inspect.Parameter.empty else default)
+        for name, default in own.items()
+        if (kind := kinds.get(name, _KINDS.get(name))) is not None
     }
     return create_model(f"{owner.__name__}Options", __base__=base, **fields)
 
@@ -92,53 +130,13 @@ class _SGD(_OfTorch):
         return self
 
 
-def _of_torch(
-    name: str, names: str, base: type[OptionModel] = _OfTorch, defaults: Mapping[str, Any] | None = None, **kinds: Any
-) -> type[OptionModel]:
-    kinds = {one: kinds.get(one, _KINDS.get(one)) for one in ("lr", *names.split())}
-    return _arguments(getattr(torch.optim, name), base, kinds, defaults or {})
-
-
-class LambOptions(OptionModel):
-    """Arguments of Lamb."""
-
-    lr: NotNegative = 1e-3
-    bias_correction: bool = True
-    betas: Betas = (0.9, 0.999)
-    eps: NotNegative = 1e-8
-    eps_inside_sqrt: bool = False
-    weight_decay: NotNegative = 0.0
-    max_coeff: float = 10.0
-    min_coeff: NotNegative = 0.01
-
+class _Lamb(OptionModel):
     @model_validator(mode="after")
     def _coefficients(self) -> Self:
-        if self.min_coeff > self.max_coeff:
-            raise ValueError(f"max_coeff must be at least min_coeff, {self.min_coeff}, got {self.max_coeff}")
+        given: Any = self
+        if given.min_coeff > given.max_coeff:
+            raise ValueError(f"max_coeff must be at least min_coeff, {given.min_coeff}, got {given.max_coeff}")
         return self
-
-
-class LionOptions(OptionModel):
-    """Arguments of Lion."""
-
-    lr: NotNegative = 1e-4
-    betas: Betas = (0.9, 0.99)
-    weight_decay: NotNegative = 0.0
-
-
-class MuonOptions(OptionModel):
-    """Arguments of Muon."""
-
-    lr: NotNegative | None = None
-    momentum: NotNegative = 0.95
-    weight_decay: NotNegative = 0.0
-    muon_lr: NotNegative | None = None
-    adam_lr: NotNegative | None = None
-    betas: Betas = (0.9, 0.95)
-    eps: NotNegative = 1e-10
-    nesterov: bool = True
-    ns_steps: Annotated[WholeNumber, Field(ge=1, lt=100)] = 5
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
 
 
 class LocalUpdatesOptions(OptionModel):
@@ -174,46 +172,24 @@ class LocalUpdatesOptions(OptionModel):
         return self
 
 
-_Etas = Annotated[tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[float, Field(gt=1)]], BeforeValidator(as_tuple)]
-_StepSizes = Annotated[tuple[float, float], BeforeValidator(as_tuple)]
-
 OPTIMIZERS: Mapping[str, type[OptionModel]] = {
-    "Adadelta": _of_torch("Adadelta", "rho eps weight_decay capturable", rho=Annotated[float, Field(ge=0, le=1)]),
-    "Adagrad": _of_torch("Adagrad", "lr_decay weight_decay initial_accumulator_value eps fused"),
-    "Adam": _of_torch(
-        "Adam",
-        "betas eps weight_decay decoupled_weight_decay amsgrad bias_correction capturable fused",
-        _Adam,
-        {"decoupled_weight_decay": True, "bias_correction": True},
-    ),
-    "AdamW": _of_torch(
-        "AdamW",
-        "betas eps weight_decay amsgrad bias_correction capturable fused",
-        _AdamW,
-        {"weight_decay": 0.0, "bias_correction": True},
-    ),
-    "Adamax": _of_torch("Adamax", "betas eps weight_decay capturable"),
-    "ASGD": _of_torch("ASGD", "lambd alpha t0 weight_decay capturable", alpha=float),
-    "NAdam": _of_torch("NAdam", "betas eps weight_decay momentum_decay decoupled_weight_decay capturable"),
-    "RAdam": _of_torch("RAdam", "betas eps weight_decay decoupled_weight_decay capturable"),
-    "RMSprop": _of_torch("RMSprop", "alpha eps weight_decay momentum centered capturable", alpha=NotNegative),
-    "Rprop": _of_torch("Rprop", "etas step_sizes capturable", etas=_Etas, step_sizes=_StepSizes),
-    "SGD": _of_torch("SGD", "momentum dampening weight_decay nesterov fused", _SGD),
-    "Lamb": LambOptions,
-    "Lion": LionOptions,
-    "Muon": MuonOptions,
+    "Adadelta": _arguments(torch.optim.Adadelta, _OfTorch),
+    "Adagrad": _arguments(torch.optim.Adagrad, _OfTorch),
+    "Adam": _arguments(torch.optim.Adam, _Adam, {"decoupled_weight_decay": True, "bias_correction": True}),
+    "AdamW": _arguments(torch.optim.AdamW, _AdamW, {"weight_decay": 0.0, "bias_correction": True}),
+    "Adamax": _arguments(torch.optim.Adamax, _OfTorch),
+    "ASGD": _arguments(torch.optim.ASGD, _OfTorch),
+    "NAdam": _arguments(torch.optim.NAdam, _OfTorch),
+    "RAdam": _arguments(torch.optim.RAdam, _OfTorch),
+    "RMSprop": _arguments(torch.optim.RMSprop, _OfTorch, alpha=NotNegative),
+    "Rprop": _arguments(torch.optim.Rprop, _OfTorch),
+    "SGD": _arguments(torch.optim.SGD, _SGD),
+    "Lamb": _arguments(EXACT["Lamb"], _Lamb),
+    "Lion": _arguments(EXACT["Lion"], OptionModel),
+    "Muon": _arguments(EXACT["Muon"], OptionModel, lr=NotNegative | None),
 }
 """Classes that send gradients exactly: torch's elementwise ones, whose shards step as they would inside the whole
 tensor, and ours."""
-
-# As many groups a file can give a rate each: an optimizer takes the square of their number to check them.
-_MOST_GROUPS = 1024
-
-_Steps = Annotated[WholeNumber, Field(ge=0)]
-_Unit = Annotated[float, Field(ge=0, le=1)]
-_Rates = NotNegative | Annotated[list[NotNegative], Field(min_length=1, max_length=_MOST_GROUPS)]
-_Numbers = float | Annotated[list[float], Field(min_length=1, max_length=_MOST_GROUPS)]
-_Momenta = Share | Annotated[list[Share], Field(min_length=1, max_length=_MOST_GROUPS)]
 
 
 class ScheduleOptions(OptionModel):
@@ -280,93 +256,21 @@ class _OneCycleLR(ScheduleOptions):
         return self
 
 
-_SCHEDULE_CLASSES = schedule_names()
-_WARMUP: Mapping[str, Any] = {
-    "warmup_min_lr": _Rates,
-    "warmup_max_lr": _Rates | None,
-    "warmup_num_steps": _Steps,
-    "warmup_type": Literal["log", "linear"],
+_OF_SCHEDULES: Mapping[str, type[OptionModel]] = {
+    "LRRangeTest": ScheduleOptions,
+    "OneCycle": _OneCycle,
+    "WarmupLR": ScheduleOptions,
+    **dict.fromkeys(("WarmupDecayLR", "WarmupCosineLR"), _WithTotal),
+    **dict.fromkeys(("StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR"), ScheduleOptions),
+    **dict.fromkeys(("PolynomialLR", "CosineAnnealingLR"), ScheduleOptions),
+    "CyclicLR": _CyclicLR,
+    "CosineAnnealingWarmRestarts": ScheduleOptions,
+    "OneCycleLR": _OneCycleLR,
 }
-
-
-def _schedule(name: str, base: type[OptionModel] = ScheduleOptions, **kinds: Any) -> type[OptionModel]:
-    return _arguments(_SCHEDULE_CLASSES[name], base, kinds, {})
-
+_CLASSES = schedule_names()
+_OWN_KINDS: Mapping[str, dict[str, Any]] = {"OneCycleLR": {"base_momentum": _Numbers, "max_momentum": _Numbers}}
 
 SCHEDULES: Mapping[str, type[OptionModel]] = {
-    "LRRangeTest": _schedule(
-        "LRRangeTest",
-        lr_range_test_min_lr=_Rates,
-        lr_range_test_step_size=Count,
-        lr_range_test_step_rate=NotNegative,
-        lr_range_test_staircase=bool,
-    ),
-    "OneCycle": _schedule(
-        "OneCycle",
-        _OneCycle,
-        cycle_min_lr=_Rates,
-        cycle_max_lr=_Rates,
-        decay_lr_rate=NotNegative,
-        cycle_first_step_size=Count,
-        cycle_second_step_size=_Steps | None,
-        cycle_first_stair_count=_Steps,
-        cycle_second_stair_count=_Steps | None,
-        decay_step_size=_Steps,
-        cycle_momentum=bool,
-        cycle_min_mom=_Momenta,
-        cycle_max_mom=_Momenta,
-        decay_mom_rate=NotNegative,
-    ),
-    "WarmupLR": _schedule("WarmupLR", **_WARMUP),
-    "WarmupDecayLR": _schedule("WarmupDecayLR", _WithTotal, total_num_steps=Count, **_WARMUP),
-    "WarmupCosineLR": _schedule(
-        "WarmupCosineLR",
-        _WithTotal,
-        total_num_steps=Count,
-        warmup_min_ratio=_Unit,
-        warmup_num_steps=_Steps,
-        cos_min_ratio=_Unit,
-        warmup_type=Literal["log", "linear"],
-    ),
-    "StepLR": _schedule("StepLR", step_size=Count, gamma=float),
-    "MultiStepLR": _schedule("MultiStepLR", milestones=list[WholeNumber], gamma=float),
-    "ConstantLR": _schedule("ConstantLR", factor=_Unit, total_iters=WholeNumber),
-    "LinearLR": _schedule(
-        "LinearLR", start_factor=Annotated[float, Field(gt=0, le=1)], end_factor=_Unit, total_iters=WholeNumber
-    ),
-    "ExponentialLR": _schedule("ExponentialLR", gamma=float),
-    "PolynomialLR": _schedule("PolynomialLR", total_iters=WholeNumber, power=float),
-    "CosineAnnealingLR": _schedule("CosineAnnealingLR", T_max=Count, eta_min=float),
-    "CyclicLR": _schedule(
-        "CyclicLR",
-        _CyclicLR,
-        base_lr=_Numbers,
-        max_lr=_Numbers,
-        step_size_up=Count,
-        step_size_down=Count | None,
-        mode=Literal["triangular", "triangular2", "exp_range"],
-        gamma=float,
-        scale_mode=Literal["cycle", "iterations"],
-        cycle_momentum=bool,
-        base_momentum=float,
-        max_momentum=float,
-    ),
-    "CosineAnnealingWarmRestarts": _schedule("CosineAnnealingWarmRestarts", T_0=Count, T_mult=Count, eta_min=float),
-    "OneCycleLR": _schedule(
-        "OneCycleLR",
-        _OneCycleLR,
-        max_lr=_Numbers,
-        total_steps=Count | None,
-        epochs=Count | None,
-        steps_per_epoch=Count | None,
-        pct_start=_Unit,
-        anneal_strategy=Literal["cos", "linear"],
-        cycle_momentum=bool,
-        base_momentum=_Numbers,
-        max_momentum=_Numbers,
-        div_factor=float,
-        final_div_factor=float,
-        three_phase=bool,
-    ),
+    name: _arguments(_CLASSES[name], base, **_OWN_KINDS.get(name, {})) for name, base in _OF_SCHEDULES.items()
 }
 """Ours, and those of torch.optim.lr_scheduler that a file can describe."""
