@@ -21,18 +21,6 @@ from torch import Tensor
 from thinwire.engine.activation_checkpointing import recomputed_call
 from thinwire.engine.config.loading import read_json_object
 
-__all__ = [
-    "RandomStates",
-    "checkpoint",
-    "configure",
-    "get_cuda_rng_tracker",
-    "is_configured",
-    "model_parallel_cuda_manual_seed",
-    "non_reentrant_checkpoint",
-    "partition_activations_in_checkpoint",
-    "reset",
-]
-
 _MODEL_PARALLEL = "model-parallel-rng"
 _SECTION = "activation_checkpointing"
 # What the section of a configuration calls what configure() takes.
@@ -149,16 +137,9 @@ def configure(
 
     Raises ValueError for a model-parallel group of several ranks, or another value than true or false.
     """
+    arguments = dict(locals())
     given = _section(deepspeed_config)
-    arguments = {
-        "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-        "num_checkpoints": num_checkpoints,
-        "checkpoint_in_cpu": checkpoint_in_cpu,
-        "synchronize": synchronize,
-        "profile": profile,
-    }
-    given.update({name: value for name, value in arguments.items() if value is not None})
+    given |= {name: arguments[name] for name in _KEYS.values() if arguments[name] is not None}
     for name, value in given.items():
         if name != "num_checkpoints" and not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}, expected true or false")

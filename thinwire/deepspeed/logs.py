@@ -9,8 +9,6 @@ from functools import cache
 
 from thinwire.deepspeed import ranks as comm
 
-__all__ = ["log_dist", "log_dist_once", "logger", "print_dist", "set_log_level_from_string"]
-
 
 def _make_logger() -> logging.Logger:
     """To standard output from INFO on, as DeepSpeed's, and not to the root logger too."""

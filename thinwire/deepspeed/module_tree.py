@@ -140,7 +140,13 @@ def _whole_modules(path: str) -> list[ModuleType]:
 
 
 def _whole_names(path: str) -> list[str]:
-    return [name for module in _whole_modules(path) for name in module.__all__]
+    """The public names that these modules define."""
+    return [
+        name
+        for module in _whole_modules(path)
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
 
 
 @cache

@@ -154,7 +154,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "runtime.fp16.onebit.lamb": {"thinwire.optim": "OnebitLamb=OneBitLamb"},
     "runtime.fp16.onebit.zoadam": {"thinwire.optim": "ZeroOneAdam"},
     "runtime.fp16.unfused_optimizer": {_ENGINES_PRECISION: "FP16_UnfusedOptimizer"},
-    "runtime.lr_schedules": {".schedules": ALL},
+    "runtime.lr_schedules": {
+        ".schedules": ALL,
+        "thinwire.engine.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
+    },
     "runtime.pipe": {".pipe": "LayerSpec PipelineModule TiedLayerSpec"},
     "runtime.pipe.module": {".pipe": "LayerSpec PipelineModule TiedLayerSpec"},
     "runtime.pipe.topology": {_NO_PIPELINES: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"},
@@ -212,7 +215,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "get_data_parallel_world_size=get_world_size get_model_parallel_rank get_model_parallel_world_size"
     },
     "utils.init_on_device": {".utilities": "OnDevice"},
-    "utils.logging": {".logs": ALL},
+    "utils.logging": {".logs": f"{ALL} logger"},
     "utils.nvtx": {".utilities": "instrument_w_nvtx"},
     "utils.tensor_fragment": {".parameters.fragments": ALL},
     "utils.timer": {_NO_TIMERS: "SynchronizedWallClockTimer ThroughputTimer"},

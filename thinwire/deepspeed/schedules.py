@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from thinwire.engine.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
-
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
 WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
@@ -28,17 +26,6 @@ WARMUP_NUM_STEPS, WARMUP_TYPE = "warmup_num_steps", "warmup_type"
 WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
 WARMUP_MIN_RATIO, COS_MIN_RATIO = "warmup_min_ratio", "cos_min_ratio"
 TOTAL_NUM_STEPS = "total_num_steps"
-
-__all__ = [
-    "LRRangeTest",
-    "OneCycle",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "add_tuning_arguments",
-    "get_config_from_args",
-    "get_lr_from_config",
-]
 
 # Of DeepSpeed's command line: name, and default. A negative count or size stands for the schedule's own.
 _RANGE_TEST = {

@@ -307,14 +307,8 @@ class Engine:
         Raises CheckpointError where no checkpoint is whole, or the model is another; ValueError where the optimizer,
         the schedule or the order of the data is.
         """
-        parts = Parts(
-            optimizer=load_optimizer_states,
-            schedule=load_lr_scheduler_states,
-            data_position=load_data_position,
-            weights_only=load_module_only,
-            strict=load_module_strict,
-            custom=custom_load_fn,
-        )
+        states = load_optimizer_states, load_lr_scheduler_states, load_data_position
+        parts = Parts(*states, load_module_only, load_module_strict, custom_load_fn)
         restored = self._checkpoints.load(load_dir, None if tag is None else str(tag), parts)
         if restored is None:
             return None, {}

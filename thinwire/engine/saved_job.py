@@ -199,7 +199,7 @@ def _kind(value: Any) -> str:
 
 def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
     """The part of `schedule.state_dict()` that JSON keeps as it is; the rest follows from how it was built."""
-    return dict(_kept(schedule.state_dict()))
+    return dict(json_part(schedule.state_dict()))
 
 
 def load_schedule_state(schedule: LRScheduler, state: dict[str, Any]) -> None:
@@ -212,11 +212,11 @@ def load_schedule_state(schedule: LRScheduler, state: dict[str, Any]) -> None:
         group["lr"] = rate
 
 
-def _kept(value: Any) -> Any:
+def json_part(value: Any) -> Any:
     """`value` without the entries of dicts, however deep, that JSON would change."""
     if isinstance(value, dict):
-        return {name: _kept(one) for name, one in value.items() if isinstance(name, str) and _holds_something(one)}
-    return [_kept(one) for one in value] if isinstance(value, list) else value
+        return {name: json_part(one) for name, one in value.items() if isinstance(name, str) and _holds_something(one)}
+    return [json_part(one) for one in value] if isinstance(value, list) else value
 
 
 def _holds_something(value: Any) -> bool:
@@ -258,20 +258,20 @@ def load_random_state(tensors: dict[str, Tensor], values: dict[str, Any], device
     torch.set_rng_state(tensors[_CPU])
     if device.type == "cuda" and _CUDA in tensors:
         torch.cuda.set_rng_state(tensors[_CUDA], device)
+    _set_random_values(values, random, np.random)
+
+
+def _set_random_values(values: Any, python: Any, numpy: Any) -> None:
     version, numbers, gauss = values["python"]
-    random.setstate((version, tuple(numbers), gauss))
+    python.setstate((version, tuple(numbers), gauss))
     kind, keys, position, has_gauss, cached_gaussian = values["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached_gaussian))
+    numpy.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached_gaussian))
 
 
 def _fault_of_random_values(values: Any) -> str | None:
     """Why `load_random_state` could not take these, tried on generators of their own; None where it can."""
     try:
-        version, numbers, gauss = values["python"]
-        random.Random().setstate((version, tuple(numbers), gauss))
-        kind, keys, position, has_gauss, cached_gaussian = values["numpy"]
-        generator = np.random.RandomState()
-        generator.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached_gaussian))
+        _set_random_values(values, random.Random(), np.random.RandomState())
     except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
         return f"these are no states of Python's and numpy's generators: {error}"
     return None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from thinwire.deepspeed.files.pickles import Record
 from thinwire.engine.errors import CheckpointError
+from thinwire.engine.saved_job import json_part
 from thinwire.optim import registry
 from thinwire.zero import SavedSlice
 
@@ -212,23 +213,13 @@ def _settings(name: str, group: Mapping[str, Any], decoupled: Any) -> dict[str, 
 
 
 def _plain(value: Any) -> Any:
-    """What JSON keeps of a value; entries that it does not keep are left out."""
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else None
-    if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items() if isinstance(key, str) and _is_plain(one)}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value
+    """What JSON keeps of a value, tensors of one value among it; entries that it does not keep are left out."""
+    return json_part(_with_numbers(value))
 
 
-def _is_plain(value: Any) -> bool:
+def _with_numbers(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
     if isinstance(value, Mapping):
-        return all(isinstance(key, str) for key in value)
-    if isinstance(value, list | tuple):
-        return all(_is_plain(one) for one in value)
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, bool | int | str)
+        return {key: _with_numbers(one) for key, one in value.items()}
+    return [_with_numbers(one) for one in value] if isinstance(value, list | tuple) else value

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire.comm import threads
+from thinwire.deepspeed.files.model_files import same_objects
 from thinwire.engine.checkpoint.commands import open_to_export, say
-from thinwire.engine.checkpoint.exporting import file_size, write_state_dict
+from thinwire.engine.checkpoint.exporting import file_size, lazy_weights, write_state_dict
 from thinwire.engine.checkpoint.files import LazyTensor
 from thinwire.engine.checkpoint.loading import LoadedCheckpoint
 from thinwire.engine.checkpoint.store import CheckpointStore
@@ -25,14 +25,6 @@ _ALONE_SECONDS = 300.0
 _BIN, _SAFETENSORS = "pytorch_model.bin", "model.safetensors"
 
 Folder = str | os.PathLike[str]
-
-
-class LazyWeight(LazyTensor):
-    """A tensor that is in a checkpoint's files: `shape` and `dtype` are known, `contiguous()` reads it."""
-
-    def contiguous(self) -> Tensor:
-        """The tensor, on the CPU. Raises CheckpointError where it can no longer be read."""
-        return self.values()
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -46,7 +38,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         checkpoint_dir: what `save_checkpoint` was given.
         tag: by default the newest whole checkpoint.
         exclude_frozen_parameters: leave out what required no gradient.
-        lazy_mode: `LazyWeight`s, each to be read by `contiguous()`, instead of tensors.
+        lazy_mode: instead of tensors what knows `shape` and `dtype`, and reads the tensor by `contiguous()`.
 
     Raises CheckpointError where there is none, or none that is whole.
     """
@@ -111,12 +103,7 @@ def write_fp32_weights(
 ) -> list[Path]:
     """Write the fp32 weights of an open checkpoint; the paths of the files. Raises OSError, CheckpointError."""
     lazy = _lazy_weights(checkpoint, exclude_frozen)
-    first: dict[int, str] = {}
-    same = {}
-    for name, one in lazy.items():
-        known = first.setdefault(id(one), name)
-        if known != name:
-            same[name] = known
+    same = same_objects(lazy)
     tensors = {name: one for name, one in lazy.items() if name not in same}
     return write_state_dict(output, _SAFETENSORS if safetensors else _BIN, tensors, same, largest)
 
@@ -146,7 +133,7 @@ def _load(folder: Folder, tag: str | None) -> LoadedCheckpoint:
     return checkpoint
 
 
-def _lazy_weights(checkpoint: LoadedCheckpoint, exclude_frozen: bool) -> dict[str, LazyWeight]:
+def _lazy_weights(checkpoint: LoadedCheckpoint, exclude_frozen: bool) -> dict[str, LazyTensor]:
     """By name, tied ones under each of theirs as the same object."""
     shared = checkpoint.shared
     frozen = set(shared.get("frozen", ())) if exclude_frozen else set()
@@ -155,27 +142,8 @@ def _lazy_weights(checkpoint: LoadedCheckpoint, exclude_frozen: bool) -> dict[st
             f"checkpoint {checkpoint.tag!r} does not say which of its parameters were frozen: it was saved by an "
             "earlier thinwire, or by an optimizer alone"
         )
-    lazy = {
-        name: LazyWeight(_wide(buffer.dtype), tuple(buffer.shape), partial(_widened, buffer))
-        for name, buffer in checkpoint.buffers().items()
-    }
-    for name, (shape, dtype) in checkpoint.model.parameters.items():
-        if name not in frozen:
-            lazy[name] = LazyWeight(_wide(dtype), shape, partial(_read, checkpoint, name, shape))
+    lazy = {name: one for name, one in lazy_weights(checkpoint, torch.float32).items() if name not in frozen}
     for alias, name in shared.get("tied", {}).items():
         if name in lazy:
             lazy[alias] = lazy[name]
     return lazy
-
-
-def _read(checkpoint: LoadedCheckpoint, name: str, shape: tuple[int, ...]) -> Tensor:
-    kind = "master" if checkpoint.dtype_of("master", name) else "weight"
-    return _widened(checkpoint.read(kind, name, 0, checkpoint.model.numel(name))).view(shape)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.to(_wide(tensor.dtype))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.is_floating_point else dtype

@@ -137,28 +137,10 @@ def _by_rank(folder: Path, names: list[str], pattern: re.Pattern[str]) -> list[P
 
 
 # Every other key of a model's file is what its user gave as client_state.
-_DEEPSPEEDS = frozenset(
-    {
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "ds_config",
-        "ds_version",
-        "universal_checkpoint_info",
-    }
+_DEEPSPEEDS = (
+    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments "
+    "lr_scheduler data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples "
+    "dp_world_size mp_world_size ds_config ds_version universal_checkpoint_info"
 )
 
 
@@ -202,7 +184,7 @@ class ModelFiles:
             ]
         tied = {str(alias): str(name) for alias, name in (first.get("shared_params") or {}).items()}
         kept = {name: one for name, one in names.items() if name not in named_buffers}
-        tied |= _same_tensors(kept) if not sharded else {}
+        tied |= same_objects(kept) if not sharded else {}
         buffers = {name: one for name, one in names.items() if name in named_buffers}
         return cls(files, {name: one for name, one in kept.items() if name not in tied}, buffers, tied, groups, sharded)
 
@@ -224,7 +206,7 @@ class ModelFiles:
 
     def client_state(self) -> dict[str, Any]:
         """What the user has saved beside the model."""
-        return {key: value for key, value in self.files[0].values.items() if key not in _DEEPSPEEDS}
+        return {key: value for key, value in self.files[0].values.items() if key not in _DEEPSPEEDS.split()}
 
     def _shape(self, name: str) -> tuple[int, ...]:
         for group in self.groups or ():
@@ -260,12 +242,8 @@ class ModelFiles:
         return slices
 
 
-def _same_tensors(module: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names under which a tensor is saved again -> the first."""
+def same_objects(named: Mapping[str, object]) -> dict[str, str]:
+    """Names under which an object is there again -> the first."""
     first: dict[int, str] = {}
-    tied = {}
-    for name, tensor in module.items():
-        known = first.setdefault(id(tensor), name)
-        if known != name:
-            tied[name] = known
-    return tied
+    names = {name: first.setdefault(id(one), name) for name, one in named.items()}
+    return {name: known for name, known in names.items() if name != known}

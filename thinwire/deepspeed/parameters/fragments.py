@@ -11,21 +11,6 @@ from thinwire.comm.agreement import on_every_rank
 from thinwire.zero.gradient_seal import gradient_of
 from thinwire.zero.home import Held, ParameterState, find_state, local_values, whole_values
 
-__all__ = [
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
-]
-
 _BAD_INPUT = (TypeError, ValueError, RuntimeError)
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -172,29 +172,24 @@ def export_weights(
 
     Raises OSError.
     """
-    tensors = _parameters(checkpoint, dtype)
-    tensors |= {name: _converted(buffer, dtype) for name, buffer in checkpoint.buffers().items()}
     same = checkpoint.shared.get("tied", {}) if tied else {}
     described = None if config is None else config.read_bytes()
-    (path,) = write_state_dict(output, WEIGHTS, tensors, same)
+    (path,) = write_state_dict(output, WEIGHTS, lazy_weights(checkpoint, dtype), same)
     if described is not None:
         write_whole(output / "config.json", described)
     return path
 
 
-def _parameters(checkpoint: LoadedCheckpoint, dtype: torch.dtype | None) -> dict[str, Tensor | LazyTensor]:
-    tensors: dict[str, Tensor | LazyTensor] = {}
-    for name, (shape, own_dtype) in checkpoint.model.parameters.items():
+def lazy_weights(checkpoint: LoadedCheckpoint, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
+    """Buffers and parameters, fp32 master weights where there are any; floating-point values converted to `dtype`."""
+
+    def lazy(own: torch.dtype, shape: tuple[int, ...], read: Callable[[], Tensor]) -> LazyTensor:
+        wanted = dtype if dtype is not None and own.is_floating_point else own
+        return LazyTensor(wanted, shape, lambda: read().to(wanted).view(shape))
+
+    found = {name: lazy(one.dtype, tuple(one.shape), one.detach) for name, one in checkpoint.buffers().items()}
+    for name, (shape, own) in checkpoint.model.parameters.items():
         kind = "master" if checkpoint.dtype_of("master", name) else "weight"
-        held = checkpoint.dtype_of(kind, name) or own_dtype  # an empty parameter is in no file
-        wanted = dtype if dtype is not None and held.is_floating_point else held
-        tensors[name] = LazyTensor(wanted, shape, partial(_read, checkpoint, kind, name, wanted))
-    return tensors
-
-
-def _read(checkpoint: LoadedCheckpoint, kind: str, name: str, dtype: torch.dtype) -> Tensor:
-    return checkpoint.read(kind, name, 0, checkpoint.model.numel(name)).to(dtype)
-
-
-def _converted(buffer: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return buffer.to(dtype) if dtype is not None and buffer.is_floating_point() else buffer
+        held = checkpoint.dtype_of(kind, name) or own  # an empty parameter is in no file
+        found[name] = lazy(held, shape, partial(checkpoint.read, kind, name, 0, checkpoint.model.numel(name)))
+    return found

@@ -146,6 +146,10 @@ class LazyTensor:
     shape: tuple[int, ...]
     values: Callable[[], Tensor]
 
+    def contiguous(self) -> Tensor:
+        """The tensor, on the CPU. Raises CheckpointError if it can no longer be read."""
+        return self.values()
+
     @property
     def nbytes(self) -> int:
         """Length of its values in the file."""

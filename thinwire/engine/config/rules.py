@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from thinwire.comm.operation_log import OPERATION_NAMES
-from thinwire.engine.config.errors import ConfigError, did_you_mean, reason, shown
+from thinwire.engine.config.errors import ConfigError, did_you_mean, reason, section_of, shown
 from thinwire.engine.config.models import EngineConfig, OffloadConfig, Section, ThinwireConfig
 from thinwire.engine.config.options import LOCAL_UPDATES
 from thinwire.engine.config.sections import is_local_updates
@@ -104,16 +104,8 @@ def _ranks(world_size: int) -> str:
     return "1 rank" if world_size == 1 else f"{world_size} ranks"
 
 
-_SWITCHED = (
-    "fp16",
-    "bf16",
-    "tensorboard",
-    "csv_monitor",
-    "wandb",
-    "flops_profiler",
-    "comms_logger",
-    "progressive_layer_drop",
-)
+_SECTIONS = {name: section_of(field) for name, field in EngineConfig.model_fields.items()}
+_SWITCHED = [name for name, section in _SECTIONS.items() if section is not None and "enabled" in section.model_fields]
 _DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 _LOCAL_STEPS = frozenset(name for name in registry.NAMES if registry.entry(name).local_steps)
 _SomeSection = TypeVar("_SomeSection", bound=Section)
