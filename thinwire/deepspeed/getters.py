@@ -81,14 +81,8 @@ _METHODS: Mapping[str, tuple[str | _Read, str]] = {
     "zero_reduce_bucket_size": ("zero_optimization.reduce_bucket_size", "Elements of gradients that leave together."),
     "zero_offload_optimizer": (lambda s: _offload(s.zero_optimization.offload_optimizer), "Its section; None if off."),
     "zero_offload_param": (lambda s: _offload(s.zero_optimization.offload_param), "Its section; None if off."),
-    "zero_cpu_offload": (
-        lambda s: s.zero_optimization.offload_optimizer.device == "cpu",
-        "Whether the optimizer's state rests in CPU memory.",
-    ),
-    "zero_gather_16bit_weights_on_model_save": (
-        lambda _: True,
-        "Whether `save_16bit_model` writes whole weights: always.",
-    ),
+    "zero_cpu_offload": (lambda s: _offload(s.zero_optimization.offload_optimizer) is not None, "Whether it is on."),
+    "zero_gather_16bit_weights_on_model_save": (lambda _: True, "Whether `save_16bit_model` writes all of it: always."),
     # Layer drop
     "pld_enabled": ("progressive_layer_drop.enabled", "Whether layers are dropped while the model trains."),
     "pld_params": (_pld_params, "Layer drop's `theta` and `gamma`; False if it is off."),
@@ -97,12 +91,9 @@ _METHODS: Mapping[str, tuple[str | _Read, str]] = {
     # Checkpoints and reports
     "checkpoint_tag_validation_enabled": (
         lambda s: s.checkpoint.tag_validation != "Ignore",
-        "Whether ranks compare tags.",
+        "Whether tags are compared.",
     ),
-    "checkpoint_tag_validation_fail": (
-        lambda s: s.checkpoint.tag_validation == "Fail",
-        "Whether different tags are an error.",
-    ),
+    "checkpoint_tag_validation_fail": (lambda s: s.checkpoint.tag_validation == "Fail", "Whether two are an error."),
     "flops_profiler_enabled": ("flops_profiler.enabled", "Whether one step is profiled."),
     "flops_profiler_profile_step": ("flops_profiler.profile_step", "The step that is."),
     "steps_per_print": ("steps_per_print", "Steps between two lines of rank 0; None if it prints none."),
@@ -214,23 +205,16 @@ class LossScaleConfig:
         """Steps that were noted, skipped ones included; 0 without fp16."""
         return 0 if self._loss_scale is None else self._loss_scale.iterations
 
-    @property
-    def scale_factor(self) -> float:
-        """What it is multiplied and divided by."""
-        self._dynamic("scale_factor")
-        return 2.0
+    def __getattr__(self, name: str) -> float:
+        """`scale_factor`, `scale_window` and `min_loss_scale`."""
+        scale, read = vars(self).get("_loss_scale"), _OF_DYNAMIC.get(name)
+        if not isinstance(scale, DynamicLossScale) or read is None:
+            raise AttributeError(f"a loss scale that is {'' if read is None else 'not '}dynamic has no {name}")
+        return read(scale)
 
-    @property
-    def scale_window(self) -> int:
-        """Steps without an overflow after which it grows."""
-        return self._dynamic("scale_window").window
 
-    @property
-    def min_loss_scale(self) -> float:
-        """What it does not fall below."""
-        return self._dynamic("min_loss_scale").minimum
-
-    def _dynamic(self, name: str) -> DynamicLossScale:
-        if not isinstance(self._loss_scale, DynamicLossScale):
-            raise AttributeError(f"a loss scale that is not dynamic has no {name}")
-        return self._loss_scale
+_OF_DYNAMIC: Mapping[str, Callable[[DynamicLossScale], float]] = {
+    "scale_factor": lambda _: 2.0,
+    "scale_window": lambda scale: scale.window,
+    "min_loss_scale": lambda scale: scale.minimum,
+}

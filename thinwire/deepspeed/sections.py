@@ -65,12 +65,10 @@ class DeepSpeedConfig:
         """Complete the three sizes from those that are not None; DeepSpeedUsageError where they do not fit."""
         sizes = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
         try:
-            found = complete_batch_sizes(*sizes, self.world_size)
+            sizes = complete_batch_sizes(*sizes, self.world_size)
         except DeepSpeedConfigError as error:
             raise DeepSpeedUsageError(str(error)) from error
-        self.train_batch_size = found.train
-        self.train_micro_batch_size_per_gpu = found.micro
-        self.gradient_accumulation_steps = found.accumulation
+        self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps = sizes
 
 
 class DeepSpeedConfigModel(BaseModel):

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from tests.engine.test_published import ZERO_2
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
-from thinwire.engine.config.rules import BatchSizes, complete_batch_sizes
+from thinwire.engine.config.rules import complete_batch_sizes
 
 
 def _without_auto(tree: dict[str, Any]) -> dict[str, Any]:
@@ -253,12 +253,12 @@ optional_sizes = st.none() | st.integers(1, 40)
 @given(micro=sizes, accumulation=sizes, world_size=sizes)
 def test_any_two_give_the_third_and_one_alone_takes_one_forward(micro: int, accumulation: int, world_size: int) -> None:
     train = micro * accumulation * world_size
-    expected = BatchSizes(train, micro, accumulation)
+    expected = (train, micro, accumulation)
     assert complete_batch_sizes(None, micro, accumulation, world_size) == expected
     assert complete_batch_sizes(train, None, accumulation, world_size) == expected
     assert complete_batch_sizes(train, micro, None, world_size) == expected
     assert complete_batch_sizes(train, micro, accumulation, world_size) == expected
-    expected = BatchSizes(micro * world_size, micro, 1)
+    expected = (micro * world_size, micro, 1)
     assert complete_batch_sizes(None, micro, None, world_size) == expected
     assert complete_batch_sizes(micro * world_size, None, None, world_size) == expected
 
@@ -276,8 +276,8 @@ def test_what_comes_back_multiplies_out_and_what_does_not_names_what_would(
         for key, number in suggestions(str(error)):
             assert complete_batch_sizes(*(sizes | {key: number}).values(), world_size)
         return
-    assert found.train == found.micro * found.accumulation * world_size
-    for was, now in zip(sizes.values(), (found.train, found.micro, found.accumulation), strict=True):
+    assert found[0] == found[1] * found[2] * world_size
+    for was, now in zip(sizes.values(), found, strict=True):
         assert was in (None, now)
 
 

@@ -113,10 +113,7 @@ def _remarks(remarks: Remarks) -> Iterator[str]:
 
 
 def _ranks_asked_for(tree: Mapping[str, Any]) -> int:
-    sizes = [
-        tree.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    ]
-    train, *factors = (size if isinstance(size, int) and size > 0 else 0 for size in sizes)
+    train, *factors = (size if isinstance(size := tree.get(key), int) and size > 0 else 0 for key in _BATCH_SIZES)
     product = factors[0] * factors[1]
     return train // product if product and train and train % product == 0 else 1
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from thinwire.engine.config.errors import AUTO, ConfigError, dotted, left_auto, section_of, shown, validated
 from thinwire.engine.config.models import EngineConfig, Remarks
 from thinwire.engine.config.rules import (
+    BATCH_KEYS,
     check_combinations,
     complete_batch_sizes,
     settle_idle_keys,
@@ -30,7 +31,6 @@ DEEPEST = 16
 """Objects and lists inside one another; a configuration has four."""
 
 _LARGEST_FILE = 16 << 20
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # "auto" is a value like others there.
 _AUTO_VALUES = ("progressive_layer_drop.gamma", "optimizer.params", "scheduler.params", "sparse_attention")
 
@@ -155,16 +155,15 @@ def _leaves_peak_open(config: EngineConfig) -> bool:
 
 def _fill_batch_sizes(tree: dict[str, Any], world_size: int, problems: list[str]) -> None:
     """Puts the sizes that follow into `tree`; where one is no positive number, the model is left to say so."""
-    given = [tree.get(key) for key in _BATCH_KEYS]
+    given = [tree.get(key) for key in BATCH_KEYS]
     sizes = (1, 1, 1)
     if all(size is None or _is_positive(size) for size in given):
         try:
             train, micro, accumulation = (None if size is None else int(size) for size in given)
-            found = complete_batch_sizes(train, micro, accumulation, world_size)
-            sizes = (found.train, found.micro, found.accumulation)
+            sizes = complete_batch_sizes(train, micro, accumulation, world_size)
         except ConfigError as error:
             problems.extend(error.problems)
-    for key, size in zip(_BATCH_KEYS, sizes, strict=True):
+    for key, size in zip(BATCH_KEYS, sizes, strict=True):
         if tree.get(key) is None:
             tree[key] = size
 

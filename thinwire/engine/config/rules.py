@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from thinwire.comm.operation_log import OPERATION_NAMES
@@ -15,42 +14,33 @@ from thinwire.optim import registry
 from thinwire.optim.exact import needs_whole_parameters
 from thinwire.optim.registry import OptimizerEntry
 
-
-@dataclass(frozen=True)
-class BatchSizes:
-    """In samples: `train` a step over all ranks, `micro` a forward on one rank; `accumulation` forwards a step."""
-
-    train: int
-    micro: int
-    accumulation: int
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def complete_batch_sizes(train: int | None, micro: int | None, accumulation: int | None, world_size: int) -> BatchSizes:
-    """All three from those that are given, each at least 1, on `world_size` ranks.
+def complete_batch_sizes(
+    train: int | None, micro: int | None, accumulation: int | None, world_size: int
+) -> tuple[int, int, int]:
+    """All three of `BATCH_KEYS` from those that are given, each at least 1, on `world_size` ranks.
 
     Two give the third. `train` or `micro` alone means one forward a step.
 
     Raises ConfigError where neither is given, or where they do not multiply out.
     """
-    if train is None and micro is None:
-        raise ConfigError(
-            "the batch size is missing: give train_batch_size or train_micro_batch_size_per_gpu"
-            + (" beside gradient_accumulation_steps" if accumulation is not None else "")
-        )
-    if train is None:
-        assert micro is not None
-        accumulation = accumulation or 1
-        return BatchSizes(micro * accumulation * world_size, micro, accumulation)
-    if micro is None:
-        accumulation = accumulation or 1
-        micro = _divide(train, accumulation, "gradient_accumulation_steps", world_size, "samples a micro-batch")
-        return BatchSizes(train, micro, accumulation)
-    if accumulation is None:
-        accumulation = _divide(train, micro, "train_micro_batch_size_per_gpu", world_size, "accumulation steps")
-        return BatchSizes(train, micro, accumulation)
-    if train != micro * accumulation * world_size:
-        raise ConfigError(_conflict(train, micro, accumulation, world_size))
-    return BatchSizes(train, micro, accumulation)
+    if train is not None and micro is not None:
+        if accumulation is None:
+            accumulation = _divide(train, micro, BATCH_KEYS[1], world_size, "accumulation steps")
+        elif train != micro * accumulation * world_size:
+            raise ConfigError(_conflict(train, micro, accumulation, world_size))
+        return train, micro, accumulation
+    forwards = accumulation or 1
+    if train is not None:
+        return train, _divide(train, forwards, BATCH_KEYS[2], world_size, "samples a micro-batch"), forwards
+    if micro is not None:
+        return micro * forwards * world_size, micro, forwards
+    raise ConfigError(
+        "the batch size is missing: give train_batch_size or train_micro_batch_size_per_gpu"
+        + (" beside gradient_accumulation_steps" if accumulation is not None else "")
+    )
 
 
 def resized(
@@ -67,12 +57,7 @@ def resized(
         sizes = complete_batch_sizes(train_batch_size, config.train_micro_batch_size_per_gpu, None, world_size)
     else:
         sizes = complete_batch_sizes(None, micro_batch_size, config.gradient_accumulation_steps, world_size)
-    changed = {
-        "train_batch_size": sizes.train,
-        "train_micro_batch_size_per_gpu": sizes.micro,
-        "gradient_accumulation_steps": sizes.accumulation,
-    }
-    return config.model_copy(update=changed)
+    return config.model_copy(update=dict(zip(BATCH_KEYS, sizes, strict=True)))
 
 
 def _divide(train: int, factor: int, factor_key: str, world_size: int, quotient: str) -> int:
