@@ -91,7 +91,7 @@ _METHODS: Mapping[str, tuple[str | _Read, str]] = {
     # Checkpoints and reports
     "checkpoint_tag_validation_enabled": (
         lambda s: s.checkpoint.tag_validation != "Ignore",
-        "Whether tags are compared.",
+        "Whether ranks compare.",
     ),
     "checkpoint_tag_validation_fail": (lambda s: s.checkpoint.tag_validation == "Fail", "Whether two are an error."),
     "flops_profiler_enabled": ("flops_profiler.enabled", "Whether one step is profiled."),
