@@ -37,7 +37,6 @@ from tests.optim.diloco.tower import Tower, flat
 from thinwire.comm import CommunicationError, Communicator, TorchCommunicator
 from thinwire.comm.elastic import serve
 from thinwire.comm.membership import Membership
-from thinwire.comm.node_membership import NodeMembership
 from thinwire.compress.codecs import CodecName
 from thinwire.optim.diloco.elastic_home import ElasticHome
 
@@ -56,11 +55,11 @@ POINTS: dict[str, tuple[Any, str]] = {
     "leave": (ElasticHome, "_leave_next"),
     "pass on": (ElasticHome, "_pass_on"),
     "take in": (ElasticHome, "_take_in"),
-    "meet": (NodeMembership, "meet"),
+    "meet": (Membership, "meet"),
     "decide": (Membership, "_decided"),
-    "connect": (NodeMembership, "connect"),
+    "connect": (Membership, "connect"),
     "hand over": (ElasticHome, "_hand_over"),
-    "finish": (NodeMembership, "finish"),
+    "finish": (Membership, "finish"),
 }
 CODECS: tuple[CodecName, ...] = ("int8", "int4", "stat2")
 SIZES = (2, 1)

@@ -15,7 +15,6 @@ from torch.distributed import HashStore, PrefixStore
 from thinwire.comm import CommunicationError, Elastic, MembershipError, threads
 from thinwire.comm.elastic import LimitedStore, check_launcher, meeting_place, reach, serve
 from thinwire.comm.membership import Generation, Heart, Membership
-from thinwire.comm.node_membership import NodeMembership
 
 SETTINGS = Elastic(workers=2, timeout=30.0, join_timeout=30.0, silence=5.0)
 
@@ -55,9 +54,9 @@ def test_survivors_agree_and_keep_their_order_and_who_waits_comes_in_after_them(
     comer = arrive(store)
     waiting = ThreadPoolExecutor(1).submit(lambda: comer.meet(None, alarm=False))
     until(lambda: third.wanted)
-    assert not third.disturbed  # nobody is called for one who only waits
+    assert not third.why_meet("")  # nobody is called for one who only waits
     second.leave()
-    until(lambda: first.disturbed)
+    until(lambda: first.why_meet(""))
     found: list[Generation] = at_once(
         lambda: third.meet({"taken": 5}, alarm=True), lambda: first.meet({"taken": 4}, alarm=True)
     )
@@ -65,7 +64,7 @@ def test_survivors_agree_and_keep_their_order_and_who_waits_comes_in_after_them(
     assert [one.names for one in found] == [[first.name, third.name, comer.name]] * 3
     assert [one.index for one in found] == [1, 0, 2]
     assert [entry.record for entry in found[0].entries] == [{"taken": 4}, {"taken": 5}, None]
-    assert not first.disturbed
+    assert not first.why_meet("")
     for one in (first, third, comer):
         one.leave()
 
@@ -76,7 +75,7 @@ def test_a_worker_that_is_silent_is_dropped_and_comes_back_as_a_new_one() -> Non
     first, second = workers = [arrive(store, settings) for _ in range(2)]
     at_once(*(lambda one=one: one.meet(None, alarm=False) for one in workers))
     second.heart.stop()
-    until(lambda: "no sign of life" in first.disturbed)
+    until(lambda: "no sign of life" in first.why_meet(""))
     assert first.meet({"taken": 1}, alarm=True).names == [first.name]
     # It was only held up: what it says of its state does not count any more.
     second.heart = Heart(PrefixStore("thinwire/job", store), second.name, settings.silence)
@@ -128,7 +127,7 @@ def test_too_few_do_not_begin_and_do_not_go_on() -> None:
     first, second = (arrive(store, hurried) for _ in range(2))
     at_once(lambda: first.meet(None, alarm=False), lambda: second.meet(None, alarm=False))
     second.leave()
-    until(lambda: first.disturbed)
+    until(lambda: first.why_meet(""))
     with pytest.raises(MembershipError, match="min_workers=2"):
         first.meet({}, alarm=True)
 
@@ -156,7 +155,7 @@ def test_workers_meet_at_a_served_place_and_at_none_that_nobody_serves() -> None
     address = "127.0.0.1:29517"
     place = serve(address)
     settings = Elastic(workers=1, address=address)
-    worker = NodeMembership(settings, threads.single(30.0), *reach(settings))
+    worker = Membership(settings, *reach(settings), threads.single(30.0))
     assert worker.meet(None, alarm=False).index == 0
     assert [worker.claim(5), worker.claim(2), worker.claim(1)] == [0, 5, 7]
     assert worker.finish()

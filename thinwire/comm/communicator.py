@@ -209,15 +209,12 @@ class Communicator(ABC):
 
     def _release(self) -> None:
         """Free what the backend holds."""
-        return
 
     def _leave_in_flight(self) -> None:
         """Keep moving what has been started: the caller goes on and waits for it later."""
-        return
 
     def _abandon(self) -> None:
         """Prepare for a process that ends with transfers of this communicator unfinished."""
-        return
 
     def _needs_staging(self, device: torch.device, *, reduction: bool) -> bool:
         """Whether tensors on ``device`` travel through pinned host memory. Raises for an unusable device."""

@@ -4,7 +4,6 @@ worker reaches it, and how it is asked without ever waiting for longer than a li
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +14,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from thinwire.comm.collectives import check_timeout
 from thinwire.comm.errors import CommunicationError
-from thinwire.comm.torch_backend import within
+from thinwire.comm.torch_backend import serve_store, within
 
 MEETING_PLACE = "THINWIRE_MEETING"
 """The environment variable that says where workers meet."""
@@ -113,21 +112,7 @@ def serve(address: str) -> TCPStore:
 
     Raises ValueError where `address` is none, and OSError where this host cannot listen there.
     """
-    host, port = meeting_place(Elastic(workers=1, address=address))
-    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(place)
-    listener.listen(socket.SOMAXCONN)
-    return TCPStore(
-        host,
-        port,
-        None,
-        True,
-        timedelta(seconds=_SECONDS),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # torch itself would listen on every interface
-    )
+    return serve_store(*meeting_place(Elastic(workers=1, address=address)), timedelta(seconds=_SECONDS))
 
 
 def reach(settings: Elastic) -> tuple[Store, str]:

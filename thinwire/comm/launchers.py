@@ -11,7 +11,6 @@ import hashlib
 import ipaddress
 import os
 import re
-import socket
 import stat
 import tempfile
 import time
@@ -22,7 +21,7 @@ from typing import Literal
 
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from thinwire.comm.torch_backend import group_timeout
+from thinwire.comm.torch_backend import group_timeout, serve_store
 
 Launcher = Literal["torchrun", "mpirun", "srun", "single"]
 
@@ -55,20 +54,11 @@ class _Names:
     local_size: str
 
 
+_WORLD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _MPI = (
-    _Names(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Names(
-        "MVAPICH2",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
+    *(
+        _Names(library, *(f"{prefix}_COMM_WORLD_{name}" for name in _WORLD))
+        for library, prefix in (("Open MPI", "OMPI"), ("MVAPICH2", "MV2"))
     ),
     _Names("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
     _Names("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -199,10 +189,8 @@ def _meet_on_this_host(launch: Launch, size: int, timeout: float, environ: Mappi
         store = _store(_LOOPBACK, _read_port(path, timeout), launch, size, timeout)
         store.add(_ARRIVED, 1)
         return store
-    listener = _listen(_LOOPBACK, 0)
-    port = listener.getsockname()[1]
-    store = _serve(listener, _LOOPBACK, size, timeout)
-    _write_port(path, port)
+    store = serve_store(_LOOPBACK, 0, group_timeout(timeout), size)
+    _write_port(path, store.port)
     try:
         _wait_for(store, size - 1, timeout)
     finally:
@@ -222,29 +210,8 @@ def _job(launch: Launch, environ: Mapping[str, str]) -> str:
 def _store(address: str, port: int, launch: Launch, size: int, timeout: float) -> Store:
     """Rank 0's at this address; where that is loopback, no other host can reach it."""
     if launch.rank == 0 and _is_loopback(address):
-        return _serve(_listen(_LOOPBACK, port), address, size, timeout)
+        return serve_store(_LOOPBACK, port, group_timeout(timeout), size)
     return TCPStore(address, port, size, launch.rank == 0, group_timeout(timeout), wait_for_workers=False)
-
-
-def _serve(listener: socket.socket, address: str, size: int, timeout: float) -> Store:
-    port = listener.getsockname()[1]
-    return TCPStore(
-        address,
-        port,
-        size,
-        True,
-        group_timeout(timeout),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # torch itself would listen on every interface
-    )
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((address, port))
-    listener.listen(socket.SOMAXCONN)
-    return listener
 
 
 def _wait_for(store: Store, others: int, timeout: float) -> None:
@@ -289,9 +256,9 @@ def _read_port(path: Path, timeout: float) -> int:
     while True:
         try:
             port, process = map(int, path.read_text().split())
-            if _is_alive(process):
-                return port
-        except FileNotFoundError:
+            os.kill(process, 0)  # does it live? A job that was killed may have left its file behind
+            return port
+        except (FileNotFoundError, ProcessLookupError):
             pass
         if time.monotonic() > deadline:
             raise RuntimeError(
@@ -299,12 +266,3 @@ def _read_port(path: Path, timeout: float) -> int:
                 "share this folder? If not, set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port"
             )
         time.sleep(_POLL_SECONDS)
-
-
-def _is_alive(process: int) -> bool:
-    """Whether there is such a process: a job that was killed may have left its file behind."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True

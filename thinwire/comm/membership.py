@@ -1,4 +1,5 @@
-"""Membership of an elastic job: generations of workers, each agreed on through a store that no worker serves.
+"""Membership of an elastic job: generations of workers, each agreed on through a store that no worker serves. A worker
+is a process, or a node, whose first rank agrees with the other workers.
 
 docs/internals/elastic.md says what is assumed, and why no worker hangs and no two halves of a job go on by themselves.
 """
@@ -10,9 +11,9 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -20,7 +21,11 @@ from thinwire.comm import threads
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.elastic import Elastic, LimitedStore, MembershipError
 from thinwire.comm.errors import CommunicationError
+from thinwire.comm.relay import Relay, WorkerGroup
 from thinwire.comm.torch_backend import GenerationCommunicator, connect
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 _INTERVAL = 0.5
 _GONE = b"gone"
@@ -33,13 +38,12 @@ class Heart:
     that a process which was held up itself takes no worker for dead. The store is used by nothing else.
     """
 
-    def __init__(self, store: Store, name: str, silence: float, interval: float = _INTERVAL) -> None:
+    def __init__(self, store: Store, name: str, silence: float) -> None:
         self._store = store
         self._name = name
         self._silence = silence
-        self._interval = interval
-        self._patience = max(2, round(silence / interval))
-        self._lock = threading.Lock()
+        self._patience = max(2, round(silence / _INTERVAL))
+        self._lock = threading.RLock()
         self._beats: dict[str, bytes] = {}
         self._unchanged: dict[str, int] = {}
         self._members: tuple[str, ...] = ()
@@ -58,17 +62,18 @@ class Heart:
             self._next = number + 1
             self._members = tuple(members)
             self._alarm = self._wanted = False
-            self._watch(self._members)
+            self.watch(self._members)
 
     def watch(self, names: Iterable[str]) -> None:
         """Look after these too."""
         with self._lock:
-            self._watch(names)
+            for name in names:
+                self._unchanged.setdefault(name, 0)
 
     def silent(self, name: str) -> bool:
         """Whether a worker that is watched has left, or counts as dead."""
         with self._lock:
-            return self._is_silent(name)
+            return self._beats.get(name) == _GONE or self._unchanged[name] >= self._patience
 
     @property
     def disturbed(self) -> str:
@@ -76,10 +81,10 @@ class Heart:
         with self._lock:
             if self._alarm:
                 return "another worker has called a meeting"
-            lost = [name for name in self._members if name != self._name and self._is_silent(name)]
+            lost = [name for name in self._members if name != self._name and self.silent(name)]
         if lost:
             return f"{len(lost)} of the workers gave no sign of life"
-        if time.monotonic() - self._looked > self._silence + self._interval:
+        if time.monotonic() - self._looked > self._silence + _INTERVAL:
             return "the meeting place does not answer"
         return ""
 
@@ -91,19 +96,12 @@ class Heart:
     def stop(self, gone: bool = False) -> None:
         """Beat no longer; `gone`: tell the others not to wait."""
         self._stop.set()
-        self._thread.join(2 * self._interval)
+        self._thread.join(2 * _INTERVAL)
         if gone and not self._thread.is_alive():
             self._store.set(f"beat/{self._name}", _GONE.decode())
 
-    def _watch(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._unchanged.setdefault(name, 0)
-
-    def _is_silent(self, name: str) -> bool:
-        return self._beats.get(name) == _GONE or self._unchanged[name] >= self._patience
-
     def _run(self) -> None:
-        while not self._stop.wait(self._interval):
+        while not self._stop.wait(_INTERVAL):
             try:
                 self._look()
             except RuntimeError:
@@ -127,8 +125,7 @@ class Heart:
 
 
 _POLL_SECONDS = 0.05
-_ANSWER_SECONDS = 10.0
-"""How long the meeting place may take to answer, at least."""
+_ANSWER_SECONDS = 10.0  # how long the meeting place may take to answer, at least
 
 Record = Mapping[str, Any]
 """What a worker says of its state at a meeting, as JSON can hold it."""
@@ -156,22 +153,53 @@ class Generation:
         return [entry.name for entry in self.entries]
 
 
-class Membership:
-    """One worker's part in the agreement on who is in the job.
+Method = Callable[Concatenate["Membership", P], Result]
 
-    `generation`: the last one that this worker was in. Every call may raise MembershipError, which is final.
+
+def _asked(method: Method[P, Result]) -> Method[P, Result]:
+    """A method that runs on the worker's first rank; what it returns, which JSON can hold, or raises, all ranks do."""
+
+    def ask(self: Membership, /, *arguments: P.args, **options: P.kwargs) -> Result:
+        return self.relay.ask(lambda: method(self, *arguments, **options))
+
+    return ask
+
+
+class Membership:
+    """One worker's part in the agreement on who is in the job; of one of its ranks, where it is a node.
+
+    Every rank of a node makes the same calls, but for `claim`, and for `wanted` and `leave`, which say and do something
+    on the first rank alone. Every call may raise MembershipError, which is final.
+
+    `generation`: the last one that this worker was in. `relay`: between the node's ranks. `heart`: of the first one.
     """
 
-    def __init__(self, settings: Elastic, store: Store, address: str) -> None:
-        """`store`: the meeting place's, at `address`."""
+    heart: Heart
+
+    def __init__(
+        self,
+        settings: Elastic,
+        store: Store,
+        address: str,
+        comm: Communicator | None = None,
+        errors: Sequence[type[Exception]] = (),
+    ) -> None:
+        """`store`: the meeting place's, at `address`. `comm`: of the node's ranks. `errors`: see Relay."""
         self.settings = settings
         self.name = uuid.uuid4().hex[:12]
         self.generation: Generation | None = None
         self._place = store
-        self._store = job_store(settings, store, address)
-        self._store.add("workers", 1)  # is anybody there?
-        self.heart = Heart(self._another_store(), self.name, settings.silence)
+        seconds = max(settings.silence, _ANSWER_SECONDS)
+        self._store = LimitedStore(PrefixStore(f"thinwire/{settings.job}", store), address, seconds)
+        self.relay = Relay(comm, settings.join_timeout + settings.timeout, errors, self.leave)
+        self._arrive()
 
+    @_asked
+    def _arrive(self) -> None:
+        self._store.add("workers", 1)  # is anybody there?
+        self.heart = Heart(self._another_store(), self.name, self.settings.silence)
+
+    @_asked
     def agree_on(self, settings: Mapping[str, Any]) -> None:
         """Raise ValueError, naming a difference, unless these are what the job's first worker has."""
         mine = json.dumps(settings)
@@ -183,24 +211,31 @@ class Membership:
                     "the same model and settings. A new job at the same meeting place needs another Elastic(job=...)"
                 )
 
+    @_asked
     def begin(self) -> None:
         """Say that the job has weights which count: whoever comes from now on takes them over."""
         self._store.write("begun", "1")
 
     @property
+    @_asked
     def begun(self) -> bool:
         """Whether a worker has said so."""
         return self._store.read("begun") is not None
 
-    @property
-    def disturbed(self) -> str:
-        """Why all have to meet now; empty where they need not."""
-        return self.heart.disturbed
+    def claim(self, count: int) -> int:
+        """The first of `count` numbers, from 0 up, that no other rank of the job gets or has got; each rank asks for
+        itself, whenever it likes."""
+        return self._store.add("claimed", count) - count
+
+    @_asked
+    def why_meet(self, own_reason: str) -> str:
+        """Why all workers have to meet now, empty where they need not; `own_reason`: the first rank's own, if any."""
+        return own_reason or self.heart.disturbed
 
     @property
     def wanted(self) -> bool:
-        """Whether a worker waits to join."""
-        return self.heart.wanted
+        """Whether a worker waits to join, as the first rank knows."""
+        return self.relay.leads and self.heart.wanted
 
     # Meetings
 
@@ -210,6 +245,12 @@ class Membership:
         `record`: this worker's state, None where it has none; it counts as none where others have met without this
         worker. `alarm`: call those who do not know yet that a meeting is held.
         """
+        found = self._met(record, alarm)
+        self.generation = Generation(found["number"], tuple(Entry(**one) for one in found["entries"]), found["index"])
+        return self.generation
+
+    @_asked
+    def _met(self, record: Record | None, alarm: bool) -> dict[str, Any]:
         while True:
             number = self._next_open()
             stayed = self.generation is not None and self.generation.number == number - 1
@@ -221,9 +262,8 @@ class Membership:
             entries = self._decided(number)
             names = [entry.name for entry in entries]
             if self.name in names:
-                self.generation = Generation(number, tuple(entries), names.index(self.name))
                 self.heart.follow(number, names)
-                return self.generation
+                return asdict(Generation(number, tuple(entries), names.index(self.name)))
 
     def _next_open(self) -> int:
         number = int(self._store.read("latest") or 0) + 1
@@ -290,11 +330,16 @@ class Membership:
 
     # What a generation does together
 
-    def connect(self, members: Sequence[int], purpose: str) -> Communicator:
-        """A communicator of these of the generation's workers, this one among them, in this order. Collective.
+    def connect(self, members: Sequence[int], purpose: str) -> WorkerGroup:
+        """Connect these of the generation's workers, this one among them, in this order. Collective.
 
         Raises CommunicationError where one of them dies meanwhile, or calls a meeting.
         """
+        made: list[Communicator] = []
+        self.relay.ask(lambda: made.append(self._connected(members, purpose)))
+        return WorkerGroup(self.relay, made[0] if made else None)
+
+    def _connected(self, members: Sequence[int], purpose: str) -> Communicator:
         generation = self.generation
         assert generation is not None, "connect() follows meet()"
         limit = self.settings.timeout
@@ -307,19 +352,20 @@ class Membership:
             try:
                 path, rank = f"{generation.number}/{purpose}", members.index(generation.index)
                 wiring = connect(self._another_store(), path, rank, len(members), limit)
-                made.append(GenerationCommunicator(wiring, limit, lambda: self.disturbed))
+                made.append(GenerationCommunicator(wiring, limit, lambda: self.heart.disturbed))
             except RuntimeError as error:
                 failed.append(error)
 
         # Gloo connects for as long as its timeout is, and learns of no death meanwhile.
         thread = threading.Thread(target=work, name="thinwire-connect", daemon=True)
         thread.start()
-        while thread.is_alive() and not self.disturbed:
+        while thread.is_alive() and not self.heart.disturbed:
             thread.join(_POLL_SECONDS)
         if made:
             return made[0]
-        raise CommunicationError(f"the workers did not connect: {failed[0] if failed else self.disturbed}")
+        raise CommunicationError(f"the workers did not connect: {failed[0] if failed else self.heart.disturbed}")
 
+    @_asked
     def finish(self) -> bool:
         """Wait until all of the generation have come here; False where they have to meet first.
 
@@ -331,7 +377,7 @@ class Membership:
         done = self._store.add(key, 1)
         while done < size:
             time.sleep(_POLL_SECONDS)
-            disturbed = self.disturbed  # before the count: who is done may leave
+            disturbed = self.heart.disturbed  # before the count: who is done may leave
             done = self._store.add(key, 0)
             if disturbed and done < size:
                 return False
@@ -341,17 +387,13 @@ class Membership:
 
     def leave(self) -> None:
         """Tell the others not to wait for this worker."""
-        self.heart.stop(gone=True)
+        heart = vars(self).get("heart")  # the first rank has one, once it has arrived
+        if heart is not None:
+            heart.stop(gone=True)
 
     def _another_store(self) -> Store:
         """Over a connection of its own: one that waits for a key answers nothing else."""
         return PrefixStore(f"thinwire/{self.settings.job}", self._place.clone())  # type: ignore[attr-defined]
-
-
-def job_store(settings: Elastic, store: Store, address: str) -> LimitedStore:
-    """What the workers of a job write and read in a meeting place's `store`, at `address`."""
-    seconds = max(settings.silence, _ANSWER_SECONDS)
-    return LimitedStore(PrefixStore(f"thinwire/{settings.job}", store), address, seconds)
 
 
 def _parsed(decided: str | None) -> list[Entry]:

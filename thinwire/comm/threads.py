@@ -57,8 +57,9 @@ def run(fn: Callable[[Communicator], Result], size: int, timeout: float = 60.0) 
         thread.start()
     failure = job.wait_for_all(timeout)
     if failure is not None:
-        failure.error.add_note(f"raised on rank {failure.rank} of {size}")
-        raise failure.error
+        rank, error = failure
+        error.add_note(f"raised on rank {rank} of {size}")
+        raise error
     return [results[rank] for rank in range(size)]
 
 
@@ -72,12 +73,6 @@ def single(timeout: float) -> Communicator:
     return ThreadCommunicator(_Group(_Job(1), (0,)), 0, timeout, backend="single")
 
 
-@dataclass(frozen=True)
-class _Failure:
-    rank: int
-    error: BaseException
-
-
 class _Job:
     """What all ranks of one ``run`` share: one lock, who has left, and the first failure."""
 
@@ -87,17 +82,17 @@ class _Job:
         self.changed = threading.Condition(lock)
         self._ended = threading.Condition(lock)  # apart: who waits for the end need not wake at every meeting
         self.left: set[int] = set()
-        self.failure: _Failure | None = None
+        self.failure: tuple[int, BaseException] | None = None
 
     def leave(self, rank: int, error: BaseException | None = None) -> None:
         with self.changed:
             self.left.add(rank)
             if error is not None and self.failure is None:
-                self.failure = _Failure(rank, error)
+                self.failure = (rank, error)
             self.changed.notify_all()
             self._ended.notify_all()
 
-    def wait_for_all(self, timeout: float) -> _Failure | None:
+    def wait_for_all(self, timeout: float) -> tuple[int, BaseException] | None:
         """Wait until all ranks have left; once one has failed, for at most ``timeout`` seconds more."""
         with self._ended:
             self._ended.wait_for(lambda: self.failure is not None or len(self.left) == self.size)
@@ -194,10 +189,10 @@ class _Attendance:
             return CommunicationError(f"ranks are not at the same call: {where}", collective=call.signature)
         job = self._group.job
         if job.failure is not None:
-            error = job.failure.error
-            ranks = error.ranks if isinstance(error, CommunicationError) else (job.failure.rank,)
+            failed, error = job.failure
+            ranks = error.ranks if isinstance(error, CommunicationError) else (failed,)
             return CommunicationError(
-                f"{call} failed: rank {job.failure.rank} raised {type(error).__name__}: {error}",
+                f"{call} failed: rank {failed} raised {type(error).__name__}: {error}",
                 ranks=ranks,
                 collective=call.signature,
             )

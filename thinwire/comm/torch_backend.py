@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import threading
 import time
 import weakref
@@ -117,6 +118,20 @@ def group_timeout(timeout: float) -> timedelta:
     return timedelta(seconds=timeout + 5.0)
 
 
+def serve_store(host: str, port: int, timeout: timedelta, size: int | None = None) -> TCPStore:
+    """Serve a store at this address alone, where torch itself would listen on every interface; `port` 0: a free one.
+
+    Raises OSError where this host cannot listen there.
+    """
+    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(place)
+    listener.listen(socket.SOMAXCONN)
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    return TCPStore(host, port, size, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+
+
 @dataclass
 class _Wiring:
     """A process group with what torch keeps about it elsewhere, and a place of its own in the store.
@@ -150,11 +165,7 @@ class TorchCommunicator(Communicator):
     _transport_errors = (RuntimeError,)
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        timeout: float = 300.0,
-        *,
-        _wiring: _Wiring | None = None,
+        self, group: dist.ProcessGroup | None = None, timeout: float = 300.0, *, _wiring: _Wiring | None = None
     ) -> None:
         wiring = _wiring or _wire(group)
         self._wiring = wiring
@@ -266,28 +277,6 @@ def connect(store: Store, path: str, rank: int, size: int, timeout: float) -> _W
     return _Wiring(group, backend_of, tuple(range(size)), store, path)
 
 
-class _HostPending:
-    """A transfer for which the host waits, in slices."""
-
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
-
-    def done(self) -> bool:
-        return self._work.is_completed()
-
-    def wait(self, seconds: float) -> bool:
-        # Zero would mean forever.
-        limit = timedelta(seconds=max(0.001, seconds))
-        try:
-            self._work.wait(limit)
-        except RuntimeError:
-            if not self._work.is_completed():
-                return False
-            # It ended while its time ran out, or it failed: only asking again can tell.
-            self._work.wait(limit)
-        return True
-
-
 class _StreamPending:
     """A transfer for which the current CUDA stream waits."""
 
@@ -299,6 +288,23 @@ class _StreamPending:
 
     def wait(self, seconds: float) -> bool:
         self._work.wait()
+        return True
+
+
+class _HostPending(_StreamPending):
+    """A transfer for which the host waits, in slices."""
+
+    @override
+    def wait(self, seconds: float) -> bool:
+        # Zero would mean forever.
+        limit = timedelta(seconds=max(0.001, seconds))
+        try:
+            self._work.wait(limit)
+        except RuntimeError:
+            if not self._work.is_completed():
+                return False
+            # It ended while its time ran out, or it failed: only asking again can tell.
+            self._work.wait(limit)
         return True
 
 
@@ -342,18 +348,15 @@ def _make_group(
     # new_group needs every rank of the job, or equal numbers of groups on all; this needs neither.
     own = PrefixStore(path, store)
     group = dist.ProcessGroup(own, rank, size)
+    kinds, limit = dist.ProcessGroup.BackendType, group_timeout(timeout)
     for device, backend in backend_of.items():
-        _add_backend(group, device, backend, PrefixStore(device, own), timeout)
+        place = PrefixStore(device, own)
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            nccl = dist.ProcessGroupNCCL(place, rank, size, options)
+            group._register_backend(torch.device(device), kinds.NCCL, nccl)
+        elif device == "cpu":
+            gloo = dist.ProcessGroupGloo(place, rank, size, limit)
+            group._register_backend(torch.device(device), kinds.GLOO, gloo)
     return group
-
-
-def _add_backend(group: dist.ProcessGroup, device: str, backend: str, store: Store, timeout: float) -> None:
-    kinds = dist.ProcessGroup.BackendType
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = group_timeout(timeout)
-        nccl = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
-        group._register_backend(torch.device(device), kinds.NCCL, nccl)
-    elif device == "cpu":
-        gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), group_timeout(timeout))
-        group._register_backend(torch.device(device), kinds.GLOO, gloo)

@@ -17,15 +17,7 @@ from thinwire.sparse_attn.hugging_face.sparsify import (
 )
 from thinwire.sparse_attn.layouts.base import Layout
 from thinwire.sparse_attn.layouts.made import SparsityConfig, layout_from_config, layout_to_config
-from thinwire.sparse_attn.layouts.named import (
-    BigBird,
-    BSLongformer,
-    Custom,
-    Dense,
-    Fixed,
-    LocalSlidingWindow,
-    Variable,
-)
+from thinwire.sparse_attn.layouts.named import BigBird, BSLongformer, Custom, Dense, Fixed, LocalSlidingWindow, Variable
 from thinwire.sparse_attn.modules import BertSparseSelfAttention, SparseSelfAttention
 from thinwire.sparse_attn.packed import block_sparse_matmul, block_sparse_softmax, pack_blocks, unpack_blocks
 from thinwire.sparse_attn.reference import reference_attention

@@ -17,7 +17,8 @@ from typing_extensions import override
 
 from thinwire.comm import CommunicationError, Communicator
 from thinwire.comm.elastic import MembershipError
-from thinwire.comm.node_membership import NodeMembership, WorkerGroup
+from thinwire.comm.membership import Membership
+from thinwire.comm.relay import WorkerGroup
 from thinwire.comm.torch_backend import GenerationCommunicator
 from thinwire.compress.codecs import Codec
 from thinwire.compress.packet import PacketError
@@ -51,7 +52,7 @@ class ElasticHome(LocalHome):
     def __init__(
         self,
         comm: Communicator,
-        membership: NodeMembership,
+        membership: Membership,
         worker: Worker,
         names: Sequence[str],
         fragments: Sequence[Fragment],

@@ -16,8 +16,8 @@ from typing_extensions import override
 from thinwire.comm import CommunicationError, Communicator, threads
 from thinwire.comm.agreement import on_every_rank
 from thinwire.comm.elastic import Elastic, MembershipError, reach
-from thinwire.comm.membership import Record
-from thinwire.comm.node_membership import NodeMembership, Relay, WorkerGroup
+from thinwire.comm.membership import Membership, Record
+from thinwire.comm.relay import Relay, WorkerGroup
 from thinwire.compress.codecs import Codec
 from thinwire.compress.packet import PacketError, SettingsError
 from thinwire.optim.diloco.fragments import Fragment
@@ -185,13 +185,13 @@ def enter_elastic_job(
     settings: Mapping[str, Any],
     names: Sequence[str],
     parameters: Sequence[Tensor],
-) -> NodeMembership:
+) -> Membership:
     """Go to the meeting place, as the ranks of `comm` together; raises ValueError unless this worker's model and
     settings are the job's. Collective."""
     store, address = on_every_rank(
         comm, lambda: reach(elastic), "reach the meeting place", (ValueError, MembershipError)
     )
-    membership = NodeMembership(elastic, comm, store, address, (SettingsError, PacketError))
+    membership = Membership(elastic, store, address, comm, (SettingsError, PacketError))
     model = [
         (name, list(one.shape), str(one.dtype), one.requires_grad) for name, one in zip(names, parameters, strict=True)
     ]

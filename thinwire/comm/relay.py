@@ -1,21 +1,18 @@
-"""A whole node, or a single process, as one worker of an elastic job: its first rank agrees with the other workers on
-who is in the job, and relays what came of it, errors included, to its other ranks."""
+"""Between the ranks of a node that is one worker of an elastic job: its first rank speaks with the other workers, and
+relays what came of it, errors included, to its other ranks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.elastic import Elastic, LimitedStore, MembershipError
+from thinwire.comm.elastic import MembershipError
 from thinwire.comm.errors import CommunicationError
-from thinwire.comm.membership import Entry, Generation, Membership, Record, job_store
 
 Result = TypeVar("Result")
 
@@ -31,16 +28,17 @@ class Relay:
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Communicator | None,
         patience: float,
         errors: Sequence[type[Exception]] = (),
         when_lost: Callable[[], object] = lambda: None,
     ) -> None:
-        """`patience`: seconds that the leader may take for what it is asked. `errors`: kinds that the others should get
-        as they are, the most special first; beside them those of communication, and ValueError."""
-        self.leads = comm.rank == 0
-        self.alone = comm.size == 1
-        self._comm = None if self.alone else comm.duplicate(patience)
+        """`comm`: of the node's ranks, None for a process on its own. `patience`: seconds that the leader may take for
+        what it is asked. `errors`: kinds that the others should get as they are, the most special first; beside them
+        those of communication, and ValueError."""
+        self.leads = comm is None or comm.rank == 0
+        self._comm = None if comm is None or comm.size == 1 else comm.duplicate(patience)
+        self.alone = self._comm is None
         self._kinds: tuple[type[Exception], ...] = (*errors, MembershipError, CommunicationError, ValueError)
         self._when_lost = when_lost
 
@@ -120,23 +118,20 @@ class WorkerGroup:
 
     def broadcast(self, tensor: Tensor, *, inside: bool = True) -> None:
         """Copy the first worker's `tensor` into that of all; not `inside`: of their first ranks alone."""
-
-        def between() -> None:
-            assert self.comm is not None
-            self.comm.broadcast(tensor)
-
-        self._relay.ask(between)
+        self._between(lambda comm: comm.broadcast(tensor))
         if inside:
             self._relay.spread(tensor)
 
     def barrier(self) -> None:
         """Return once every worker has called it."""
+        self._between(Communicator.barrier)
 
-        def between() -> None:
+    def _between(self, collective: Callable[[Communicator], object]) -> None:
+        def call() -> None:
             assert self.comm is not None
-            self.comm.barrier()
+            collective(self.comm)
 
-        self._relay.ask(between)
+        self._relay.ask(call)
 
     @property
     def bytes_sent(self) -> int:
@@ -147,73 +142,3 @@ class WorkerGroup:
         """Release the communicator."""
         if self.comm is not None:
             self.comm.close()
-
-
-class NodeMembership:
-    """One rank's part in the agreement on who is in the job, as the ranks of `comm` are one worker.
-
-    Its calls are those of Membership. Every rank makes them alike, but for `claim`, and for `wanted` and `leave`, which
-    say and do something on the first rank alone.
-
-    `generation`: the last one that this worker was in. `relay`: between the node's ranks.
-    """
-
-    def __init__(
-        self, settings: Elastic, comm: Communicator, store: Store, address: str, errors: Sequence[type[Exception]] = ()
-    ) -> None:
-        """`store`: the meeting place's, at `address`. `errors`: see Relay."""
-        self.settings = settings
-        self.generation: Generation | None = None
-        self._first: list[Membership] = []
-        self._store: LimitedStore = job_store(settings, store, address)
-        self.relay = Relay(comm, settings.join_timeout + settings.timeout, errors, self.leave)
-        self.relay.ask(lambda: self._first.append(Membership(settings, store, address)))
-
-    def agree_on(self, settings: Mapping[str, Any]) -> None:
-        """Raise ValueError, naming a difference, unless these are what the job's first worker has."""
-        self.relay.ask(lambda: self._first[0].agree_on(settings))
-
-    def begin(self) -> None:
-        """Say that the job has weights which count."""
-        self.relay.ask(lambda: self._first[0].begin())
-
-    @property
-    def begun(self) -> bool:
-        """Whether a worker has said so."""
-        return self.relay.ask(lambda: self._first[0].begun)
-
-    def claim(self, count: int) -> int:
-        """The first of `count` numbers, from 0 up, that no other rank of the job gets or has got; each rank asks for
-        itself, whenever it likes."""
-        return self._store.add("claimed", count) - count
-
-    def why_meet(self, own_reason: str) -> str:
-        """Why all workers have to meet now, empty where they need not; `own_reason`: the first rank's own, if any."""
-        return self.relay.ask(lambda: own_reason or self._first[0].disturbed)
-
-    @property
-    def wanted(self) -> bool:
-        """Whether a worker waits to join, as the first rank knows."""
-        return self.relay.leads and self._first[0].wanted
-
-    def meet(self, record: Record | None, *, alarm: bool) -> Generation:
-        """Agree with the other workers on the next generation, and be in it."""
-        found = self.relay.ask(lambda: asdict(self._first[0].meet(record, alarm=alarm)))
-        entries = tuple(Entry(**one) for one in found["entries"])
-        self.generation = Generation(found["number"], entries, found["index"])
-        return self.generation
-
-    def connect(self, members: Sequence[int], purpose: str) -> WorkerGroup:
-        """Connect these of the generation's workers."""
-        made: list[Communicator] = []
-        self.relay.ask(lambda: made.append(self._first[0].connect(members, purpose)))
-        return WorkerGroup(self.relay, made[0] if made else None)
-
-    def finish(self) -> bool:
-        """Wait until all of the generation have come here; False if they have to meet first."""
-        return self.relay.ask(lambda: self._first[0].finish())
-
-    def leave(self) -> None:
-        """Tell the others not to wait for this worker."""
-        for one in self._first:
-            one.leave()
