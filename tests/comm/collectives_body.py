@@ -48,13 +48,14 @@ def check_handles(comm: Communicator, seed: int) -> None:
         floats = draw(comm, seed + number, chunk, torch.float32)
         mine = floats[comm.rank]
         exchanged, gathered = torch.empty_like(inputs[0]), torch.empty(comm.size, chunk)
-        summed, rooted = mine.clone(), mine.clone()
+        summed, rooted = mine[:130].clone(), mine.clone()
         flying.append(comm.all_to_all(exchanged, inputs[comm.rank], async_op=True))
         flying.append(comm.all_reduce(summed, "mean", async_op=True))
         flying.append(comm.all_gather(gathered, mine, async_op=True))
         flying.append(comm.broadcast(rooted, comm.size - 1, async_op=True))
         found += [exchanged, summed, gathered, rooted]
-        expected += [turn(comm, inputs), torch.stack(floats).sum(0) / comm.size, torch.stack(floats), floats[-1]]
+        every = torch.stack(floats)
+        expected += [turn(comm, inputs), every[:, :130].sum(0) / comm.size, every, floats[-1]]
     for number in torch.randperm(len(flying), generator=torch.Generator().manual_seed(seed)).tolist():
         flying[number].wait()
         assert flying[number].is_completed()
