@@ -125,6 +125,16 @@ def load(folder: Path, expected: Values, size: int = 1) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+def alone(folder: Path, keep: int | None = None, asynchronous: bool = False) -> CheckpointStore:
+    """The store of a job of one rank."""
+    return CheckpointStore(folder, threads.single(30.0), keep, asynchronous)
+
+
+def opened(folder: Path, tag: str | None = None) -> LoadedCheckpoint:
+    """What a job of one rank loads."""
+    return alone(folder).load(tag) or missing()
+
+
 def missing() -> LoadedCheckpoint:
     raise AssertionError("there is no checkpoint")
 

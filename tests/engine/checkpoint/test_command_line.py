@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from tests.engine.checkpoint.jobs import Values, same, save
-from tests.launching import environment
 from thinwire.command_line import main
 
 
@@ -131,11 +128,10 @@ def test_bad_usage(
 
 
 @pytest.mark.launch
-def test_as_a_program(tmp_path: Path, values: Values) -> None:
+def test_as_a_program(jobs, tmp_path: Path, values: Values) -> None:
     """What it prints and its exit code leave the process; one that is not 0 does not come by itself."""
     (tmp_path / "in" / "step-2" / "rank-00001.safetensors").write_bytes(b"")
-    command = [sys.executable, "-m", "thinwire.command_line", "checkpoint", "verify", str(tmp_path / "in")]
-    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+    ended = jobs.alone("-m", "thinwire.command_line", "checkpoint", "verify", str(tmp_path / "in"))
     assert ended.returncode == 1, ended.stderr
     assert ended.stdout.startswith("step-2: rank-00001.safetensors ")
     assert ended.stdout.endswith("\nstep-1: whole\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.checkpoint.jobs import Values, load, missing, save, tags
+from tests.engine.checkpoint.jobs import Values, alone, load, missing, opened, save, tags
 from thinwire.comm import Communicator, threads
 from thinwire.engine.checkpoint import store
 from thinwire.engine.checkpoint.manifest import ModelDescription, RankFile
@@ -24,8 +24,10 @@ def test_a_folder_without_checkpoints_gives_none(tmp_path: Path) -> None:
     (tmp_path / "logs" / "events.csv").write_text("1")
     for folder in (tmp_path, tmp_path / "nothing"):
         assert threads.run(lambda comm, folder=folder: CheckpointStore(folder, comm).load(), 2) == [None, None]
+    with pytest.raises(ValueError, match="keep must be at least 2"):
+        alone(tmp_path, keep=1)
     with pytest.raises(CheckpointError, match=r"'step-1' .* none of that name"):
-        CheckpointStore(tmp_path, threads.single(10.0)).load("step-1")
+        alone(tmp_path).load("step-1")
 
 
 @pytest.mark.parametrize("keep", [2, 3])
@@ -61,7 +63,7 @@ def test_what_is_not_the_stores_stays(tmp_path: Path) -> None:
     (tmp_path / "latest").unlink()
     save(tmp_path, *((f"step-{number}", Values(number, 1)) for number in range(4)), keep=2, continues=True)
     assert tags(tmp_path) == [".hidden", "best so far", "logs", "step-2", "step-3"]
-    assert CheckpointStore(tmp_path, threads.single(10.0)).load("best so far")
+    assert opened(tmp_path, "best so far")
 
 
 def test_a_tag_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
@@ -76,7 +78,7 @@ def test_a_replaced_checkpoint_is_found_while_its_name_is_free(tmp_path: Path) -
     save(tmp_path, ("best", values))
     (tmp_path / "best").rename(tmp_path / ".best.0123abcd.replaced")
     assert load(tmp_path, values) == []
-    assert CheckpointStore(tmp_path, threads.single(10.0)).load("best")
+    assert opened(tmp_path, "best")
     save(tmp_path, ("other", Values(2, 2)))
     assert tags(tmp_path) == ["best", "other"]
 
@@ -110,11 +112,8 @@ def test_an_asynchronous_save_holds_what_was_there_when_it_began(
     def work(comm: Communicator) -> None:
         checkpoints = CheckpointStore(tmp_path, comm, asynchronous=True)
         snapshot = values.snapshot(comm.rank)
-        snapshot = replace(
-            snapshot,
-            slices=[replace(one, tensor=one.tensor.clone()) for one in snapshot.slices],
-            shared=dict(snapshot.shared),
-        )
+        copies = [replace(one, tensor=one.tensor.clone()) for one in snapshot.slices]
+        snapshot = replace(snapshot, slices=copies, shared=dict(snapshot.shared))
         assert checkpoints.save("step-1", snapshot)
         for one in snapshot.slices:
             one.tensor.fill_(7)
@@ -199,7 +198,7 @@ def test_a_rank_that_leaves_ends_the_others_and_publishes_nothing(tmp_path: Path
 
     with pytest.raises(KeyError):
         threads.run(work, 2)
-    assert CheckpointStore(tmp_path, threads.single(10.0)).load() is None
+    assert alone(tmp_path).load() is None
 
 
 def test_older_ones_that_cannot_be_removed_do_not_undo_the_save(
@@ -227,11 +226,6 @@ def test_tags_that_are_no_names_are_refused(tmp_path: Path, tag: str) -> None:
 
     threads.run(work, 2)
     assert tags(tmp_path) == []
-
-
-def test_a_store_keeps_at_least_two(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep must be at least 2"):
-        CheckpointStore(tmp_path, threads.single(10.0), keep=1)
 
 
 FLAT = torch.arange(6.0)
@@ -295,20 +289,15 @@ def test_what_is_in_the_way_is_not_removed(tmp_path: Path) -> None:
     threads.run(work, 2)
 
 
-def test_a_folder_that_another_rank_does_not_see_is_an_error(tmp_path: Path) -> None:
-    def work(comm: Communicator) -> None:
-        with pytest.raises(CheckpointError, match=r"rank 1 does not see .* all ranks share"):
-            CheckpointStore(tmp_path / str(comm.rank), comm).save("a", Snapshot([], ModelDescription({})))
-
-    threads.run(work, 2)
-
-
-def test_a_checkpoint_that_another_rank_does_not_see_is_refused(tmp_path: Path) -> None:
+def test_a_folder_or_checkpoint_that_another_rank_does_not_see(tmp_path: Path) -> None:
     save(tmp_path / "0", ("a", Values(1, 2)))
 
     def work(comm: Communicator) -> None:
+        store = CheckpointStore(tmp_path / str(comm.rank), comm)
+        with pytest.raises(CheckpointError, match=r"rank 1 does not see .* all ranks share"):
+            store.save("a", Snapshot([], ModelDescription({})))
         with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
-            CheckpointStore(tmp_path / str(comm.rank), comm).load()
+            store.load()
 
     threads.run(work, 2)
 

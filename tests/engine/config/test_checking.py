@@ -95,59 +95,40 @@ def test_everything_wrong_is_told_with_what_to_do(check) -> None:
     assert told.count("\n- ") == 3
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [("{", "the text ends inside an object"), ("[1]", "must hold a JSON object")]
-)
-def test_files_that_are_none(check, text: str, message: str) -> None:
-    code, told = check(text)
-    assert code == 1
-    assert message in told
-
-
-def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_checked(check, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for tree, arguments, message in (
+        ("{", (), "the text ends inside an object"),
+        ("[1]", (), "must hold a JSON object"),
+        (BERT, ("--world-size", "0"), "world_size must be a whole number of ranks, at least 1, got 0"),
+    ):
+        code, told = check(tree, *arguments)
+        assert code == 1
+        assert message in told
     assert main(["config", "check", str(tmp_path / "none.json")]) == 1
     assert "cannot be read: No such file" in capsys.readouterr().out
 
 
-def test_an_impossible_number_of_ranks(check) -> None:
-    code, told = check(BERT, "--world-size", "0")
-    assert code == 1
-    assert "world_size must be a whole number of ranks, at least 1, got 0" in told
+ON: dict[str, tuple[Any, str]] = {
+    "fp16": ({"enabled": True, "loss_scale": 128}, "loss_scale 128.0"),
+    "activation_checkpointing": ({"modules": ["BertLayer"], "cpu_checkpointing": True}, 'modules ["BertLayer"], cpu_'),
+    "sparse_attention": ({"mode": "fixed", "block": 16}, 'mode "fixed", block 16'),
+    "progressive_layer_drop": ({"enabled": True, "theta": 0.5, "gamma": 0.01}, "theta 0.5, gamma 0.01"),
+    "steps_per_print": (10, "10"),
+    "wall_clock_breakdown": (True, "true"),
+    "memory_breakdown": (True, "true"),
+    "csv_monitor": ({"enabled": True}, 'job_name "thinwire"'),
+    "flops_profiler": ({"enabled": True, "profile_step": 5}, "profile_step 5"),
+    "comms_logger": ({"enabled": True}, "prof_all true"),
+    "checkpoint": ({"keep_last": 3, "async_save": True}, "keep_last 3, async_save true"),
+    "dataloader_drop_last": (True, "true"),
+}
 
 
 def test_everything_that_may_be_on(check) -> None:
-    everything = BERT | {
-        "fp16": {"enabled": True, "loss_scale": 128},
-        "scheduler": None,
-        "activation_checkpointing": {"modules": ["BertLayer"], "cpu_checkpointing": True},
-        "sparse_attention": {"mode": "fixed", "block": 16},
-        "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.01},
-        "steps_per_print": 10,
-        "wall_clock_breakdown": True,
-        "memory_breakdown": True,
-        "csv_monitor": {"enabled": True},
-        "flops_profiler": {"enabled": True, "profile_step": 5},
-        "comms_logger": {"enabled": True},
-        "checkpoint": {"keep_last": 3, "async_save": True},
-        "dataloader_drop_last": True,
-    }
-    code, told = check(everything, "--world-size", "256")
+    given = {key: value for key, (value, _) in ON.items()}
+    code, told = check(BERT | given | {"scheduler": None}, "--world-size", "256")
     assert code == 0
-    for key, value in (
-        ("fp16", "loss_scale 128.0"),
-        ("activation_checkpointing", 'modules ["BertLayer"], cpu_checkpointing true'),
-        ("sparse_attention", 'mode "fixed", block 16'),
-        ("progressive_layer_drop", "theta 0.5, gamma 0.01"),
-        ("steps_per_print", "10"),
-        ("wall_clock_breakdown", "true"),
-        ("memory_breakdown", "true"),
-        ("csv_monitor", 'job_name "thinwire"'),
-        ("flops_profiler", "profile_step 5"),
-        ("comms_logger", "prof_all true"),
-        ("checkpoint", "keep_last 3, async_save true"),
-        ("dataloader_drop_last", "true"),
-    ):
-        assert value in row(told, key)
+    assert all(shown in row(told, key) for key, (_, shown) in ON.items())
     assert "  scheduler " not in told
     assert "  tensorboard " not in told
 

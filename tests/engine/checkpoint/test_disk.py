@@ -1,20 +1,23 @@
-"""A full disk during a save: the checkpoints before it stay, training goes on, one warning says what failed."""
+"""What a full disk, a loss of power and kill -9 must not take: every name stands for content that the disk has, in the
+order that names it; training goes on, and one warning says what failed."""
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 import subprocess
-import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.checkpoint.jobs import Values, load, missing, save, tags
-from tests.launching import environment
+from tests.engine.checkpoint.jobs import Values, alone, load, missing, save, tags
+from tests.engine.checkpoint.kill import exit_code, fork
 from thinwire.comm import Communicator, threads
 from thinwire.engine.checkpoint.exporting import write_weights
 from thinwire.engine.checkpoint.manifest import ModelDescription
@@ -116,27 +119,83 @@ def test_every_amount_of_space_saves_whole_or_not_at_all(disk: Path) -> None:
     assert published[-1]
 
 
-def test_a_file_that_may_not_grow() -> None:
+def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     """The same without rights to mount: the process may not write files beyond a size."""
-    code = """
-import pathlib, resource, tempfile, warnings
-from tests.engine.checkpoint.jobs import Values, load, save, tags
-from tests.engine.checkpoint.test_full_disk import snapshot_of_bytes
-from thinwire.comm import threads
-from thinwire.engine.checkpoint.store import CheckpointStore
+    values = Values(1, 2)
+    save(tmp_path, ("a", values))
 
-with tempfile.TemporaryDirectory() as temporary:
-    folder, values = pathlib.Path(temporary), Values(1, 2)
-    save(folder, ("a", values))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        work = lambda comm: CheckpointStore(folder, comm).save("b", snapshot_of_bytes(2 << 20, comm.rank, 2))
-        assert threads.run(work, 2) == [False, False]
-    assert "rank 1: [Errno 27] File too large" in str(caught[0].message), caught
-    assert len(caught) == 1
-    assert tags(folder) == ["a"]
-    assert load(folder, values) == []
-"""
-    ended = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=100)
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (DISK_BYTES, DISK_BYTES))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            too_large = [snapshot_of_bytes(2 * DISK_BYTES, rank, 2) for rank in range(2)]
+            outcomes = threads.run(lambda comm: CheckpointStore(tmp_path, comm).save("b", too_large[comm.rank]), 2)
+        assert outcomes == [False, False]
+        (warning,) = caught
+        assert "rank 1: [Errno 27] File too large" in str(warning.message)
+
+    assert exit_code(fork(fill)) == 0
+    assert tags(tmp_path) == ["a"]
+    assert load(tmp_path, values) == []
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What is synced, and which names are given, in order."""
+    calls: list[tuple[str, str]] = []
+    fsync = os.fsync
+
+    def record_sync(descriptor: int) -> None:
+        calls.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        fsync(descriptor)
+
+    def recording(rename: Callable[..., None]) -> Callable[..., None]:
+        def record(source: Any, target: Any) -> None:
+            calls.append(("name", Path(target).name))
+            rename(source, target)
+
+        return record
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "rename", recording(os.rename))
+    monkeypatch.setattr(os, "replace", recording(os.replace))
+    return calls
+
+
+def test_everything_is_on_the_disk_before_it_is_named(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    folder = tmp_path / "checkpoints"
+    store = alone(folder)
+    assert store.save("a", Values(1, 1).snapshot(0))
+    named, pointed = calls.index(("name", "a")), calls.index(("name", "latest"))
+    partial = next(name for what, name in calls if what == "sync" and name.endswith(".partial"))
+    synced_before = {name for what, name in calls[:named] if what == "sync"}
+    assert {"rank-00000.safetensors", "manifest.json.unfinished", partial} <= synced_before
+    assert max(calls.index(("sync", file)) for file in ("rank-00000.safetensors", "manifest.json.unfinished")) < max(
+        index for index, call in enumerate(calls) if call == ("sync", partial)
+    )
+    assert ("sync", f"{partial.replace('.a.', '.latest.')}.unfinished") in calls[:pointed]
+    assert calls[named + 1] == ("sync", "checkpoints")
+    assert calls[pointed + 1] == ("sync", "checkpoints")
+    assert named < pointed
+
+
+def test_an_older_one_is_removed_only_after_the_new_one_is_on_the_disk(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    store = alone(tmp_path, keep=2)
+    for tag in "abc":
+        calls.clear()
+        assert store.save(tag, Values(1, 1).snapshot(0))
+    removed = next(index for index, (_, name) in enumerate(calls) if name.endswith(".removed"))
+    assert calls.index(("name", "latest")) + 1 == calls.index(("sync", tmp_path.name), calls.index(("name", "latest")))
+    assert calls.index(("sync", tmp_path.name), calls.index(("name", "latest"))) < removed
+
+
+@pytest.mark.launch
+def test_a_job_that_is_killed_leaves_a_whole_checkpoint(jobs) -> None:
+    """Rank 0 alone at each of its calls, and ranks among others at random, anew in every run of this."""
+    # A kill takes nothing from the kernel, on disk or not: only fsync takes its time on one.
+    memory = {"TMPDIR": "/dev/shm"} if os.access("/dev/shm", os.W_OK) else {}
+    ended = jobs.alone("-m", "tests.engine.checkpoint.kill", "sweep", "8", TORCH_CPP_LOG_LEVEL="ERROR", **memory)
     assert ended.returncode == 0, ended.stderr
+    assert "\n8: 8 kills" in ended.stdout
