@@ -1,9 +1,12 @@
-"""What must hold on any communicator of any size, and beside DistributedDataParallel: bodies for real ranks."""
+"""What must hold on any communicator of any size, and beside DistributedDataParallel: bodies for real ranks.
+
+As a program, one rank of a launch: some on the first rank alone, then all on all, in a communicator of its own."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import sys
 import warnings
 from functools import partial
 from typing import Any
@@ -16,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from tests.optim.adam.reference import ReferenceExchange
+from tests.optim.diloco import tower
 from tests.optim.subject import LOCAL, SUBJECTS, alike
 from tests.optim.training import exchange_comm, loss_of, make_model, make_optimizer, train, weights
 from thinwire.comm import Communicator
@@ -274,3 +278,25 @@ BESIDE_DDP = (
     ddp_is_found_and_attached_at_every_stage,
     models_with_parameters_of_no_optimizer_are_refused_or_warned_of,
 )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    comm = thinwire.comm.init(timeout=600.0)
+    several = (*ANYWHERE, *SEVERAL, *tower.ALL)
+    for size, chosen in ((1, ANYWHERE), (comm.size, several)):
+        part = comm.split(0 if comm.rank < size else None)
+        if part is not None:
+            for body in chosen:
+                body(part)
+            part.close()
+        comm.barrier()
+    if "ddp" in sys.argv:
+        for body in BESIDE_DDP:
+            body(comm)
+    if comm.rank == 0:
+        print(f"all held on {comm.backend} with up to {comm.size} ranks")
+
+
+if __name__ == "__main__":
+    main()

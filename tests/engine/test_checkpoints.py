@@ -22,7 +22,7 @@ from tests.engine.tiny import (
     train_same_data,
     weights,
 )
-from tests.optim.zero_one.training import SCHEDULE as ZERO_ONE_SCHEDULE
+from tests.optim.zero_one.reference import SCHEDULE as ZERO_ONE_SCHEDULE
 from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.engine import CheckpointError

@@ -23,7 +23,7 @@ from tests.engine.tiny import (
     train_same_data,
     weights,
 )
-from tests.optim.zero_one.training import SCHEDULE
+from tests.optim.zero_one.reference import SCHEDULE
 from thinwire import initialize
 from thinwire.comm import Communicator, threads
 from thinwire.engine import NonFiniteError

@@ -18,8 +18,7 @@ import torch
 from torch.utils import cpp_extension
 
 from tests.compiled import compiled
-from tests.fake_device.buckets import HostBuckets, serve_buckets
-from tests.fake_device.graphs import FakeGraphs
+from tests.fake_device.graphs import FakeGraphs, HostBuckets, serve_buckets
 from thinwire.optim import captured_step
 
 __all__ = ["NAME", "Counts", "build", "compiler", "counting", "load"]

@@ -2,12 +2,14 @@
 otherwise; what a step costs besides its kernels, in waits of the host and launches; and steps that are captured and
 replayed, on an emulated GPU whose graphs are recorded launches.
 
-As a program it runs the cases that are named, in a process of their own, and prints what became of each.
+As a program it runs the cases that are named, in a process of their own, and prints what became of each; or one rank of
+a job: `rank NAME DEVICE BACKEND`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import traceback
@@ -19,12 +21,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.fake_device import NAME, Counts, counting, load
-from tests.fake_device.buckets import on_an_emulated_gpu
+from tests.fake_device.graphs import on_an_emulated_gpu
 from tests.optim.subject import FREEZE, SUBJECTS, Subject
 from tests.optim.training import batch, make_model, weights
+from thinwire import comm as communication
 from thinwire.comm import Communicator, threads
 from thinwire.optim.captured_step import CapturedStep
 
@@ -286,8 +290,34 @@ CASES: dict[str, Callable[[], None]] = (
 )
 
 
+def run_rank(name: str, device: str, backend: str) -> None:
+    """One rank of a job with tensors on one device, "fake" or "cuda"; several may share it. Rank 0 prints that all hold
+    the same weights."""
+    if device == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")))
+        torch.cuda.set_device(local % torch.cuda.device_count())
+        comm = communication.init(backend=backend)
+    else:
+        load()
+        dist.init_process_group(f"cpu:{backend},{device}:{backend}")
+        comm = communication.TorchCommunicator()
+    subject = next(one for one in SUBJECTS if str(one) == name)
+    mine = train(subject, device, torch.float32, {}, comm)
+    everyone = mine.new_empty(comm.size * mine.numel())
+    comm.all_gather(everyone, mine)
+    assert all(torch.equal(one, mine) for one in everyone.view(comm.size, -1)), "ranks hold different weights"
+    if comm.rank == 0:
+        print(f"{comm.size} ranks agree over {comm.backend}", flush=True)
+    comm.close()
+    if device != "cuda":
+        dist.destroy_process_group()
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    if sys.argv[1] == "rank":
+        run_rank(*sys.argv[2:])
+        return
     load()
     for name in sys.argv[1:]:
         try:

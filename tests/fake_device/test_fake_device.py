@@ -36,7 +36,7 @@ def became_of(jobs: Jobs, request: pytest.FixtureRequest) -> dict[str, str | Non
 
 def test_several_processes_stage_their_tensors_over_gloo(jobs: Jobs) -> None:
     build()
-    done = jobs.torchrun(2, "-m", "tests.fake_device.staged_program", "OneBitAdam-0", "fake", "gloo")
+    done = jobs.torchrun(2, "-m", "tests.fake_device.cases", "rank", "OneBitAdam-0", "fake", "gloo")
     assert "2 ranks agree" in done.stdout, done.stderr[-3000:]
 
 

@@ -17,7 +17,7 @@ NAMES = pytest.mark.parametrize("name", ["OneBitAdam-0", "OneBitLion-0"])
 
 
 def check(start, size: int, name: str, backend: str) -> None:
-    done = start(size, "-m", "tests.fake_device.staged_program", name, "cuda", backend)
+    done = start(size, "-m", "tests.fake_device.cases", "rank", name, "cuda", backend)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"{size} ranks agree" in done.stdout, done.stdout[-3000:]
 

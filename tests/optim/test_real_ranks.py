@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytestmark = pytest.mark.launch
-PROGRAM = ("-m", "tests.optim.rank_program")
+PROGRAM = ("-m", "tests.compress.bodies")
 
 
 def test_on_gloo_and_beside_ddp(jobs) -> None:

@@ -18,8 +18,19 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.optim.diloco.elastic_workers import SETTINGS, go_on, make, meeting, step, together
-from tests.optim.diloco.tower import Tower, algorithm_1, flat, loss_of, relative_error
+from tests.optim.diloco.tower import (
+    SETTINGS,
+    Tower,
+    algorithm_1,
+    flat,
+    go_on,
+    loss_of,
+    make_elastic,
+    meeting,
+    relative_error,
+    step,
+    together,
+)
 from thinwire.comm import CommunicationError, Communicator, Elastic, MembershipError, threads
 from thinwire.optim.diloco.elastic_home import ElasticHome
 
@@ -33,7 +44,7 @@ def run_to_the_end(
 
     def body() -> Tensor:
         model = Tower()
-        optimizer, home = make(model, **options)
+        optimizer, home = make_elastic(model, **options)
         while optimizer.steps < steps:
             before_step(home)
             step(model, optimizer, home.index)
@@ -94,7 +105,7 @@ def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner() -> Non
 
     def stays(worker: int) -> Tensor:
         model = Tower()
-        optimizer, home = make(model, **options)
+        optimizer, home = make_elastic(model, **options)
         while optimizer.steps < 24:
             if optimizer.steps == 13:
                 come.set()
@@ -108,7 +119,7 @@ def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner() -> Non
 
     def leaves() -> None:
         model = Tower()
-        optimizer, _ = make(model, **options)
+        optimizer, _ = make_elastic(model, **options)
         go_on(model, optimizer, 2, 8)
         optimizer.close()
 
@@ -117,7 +128,7 @@ def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner() -> Non
         model = Tower()
         with torch.no_grad():
             model.first.weight.zero_()  # its own weights do not count
-        optimizer, _ = make(model, **options)
+        optimizer, _ = make_elastic(model, **options)
         assert (optimizer.steps, optimizer.workers) == (16, 3)
         go_on(model, optimizer, 3, 24)
         optimizer.synchronize()
@@ -138,7 +149,7 @@ def test_no_sample_is_read_twice_by_workers_or_ranks_of_one(workers: int, ranks:
 
     def body(comm: Communicator) -> list[int]:
         settings = Elastic(workers=workers, address="here:1")
-        optimizer, _ = make(Tower(), comm=comm if ranks > 1 else None, elastic=settings)
+        optimizer, _ = make_elastic(Tower(), comm=comm if ranks > 1 else None, elastic=settings)
         samples = iter(thinwire.ElasticSampler(optimizer, workers * ranks * each, seed=3, ahead=each))
         found = [next(samples) for _ in range(each)]
         optimizer.synchronize()
@@ -156,24 +167,24 @@ def test_no_sample_is_read_twice_by_workers_or_ranks_of_one(workers: int, ranks:
 )
 def test_what_elastic_workers_cannot_have(options: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        make(Tower(), **options)
+        make_elastic(Tower(), **options)
 
 
 def test_what_one_worker_cannot_do_alone() -> None:
     model = Tower()
-    optimizer, _ = make(model, elastic=Elastic(workers=1, address="here:1"))
+    optimizer, _ = make_elastic(model, elastic=Elastic(workers=1, address="here:1"))
     step(model, optimizer, 0)
     numel = sum(one.numel() for one in model.parameters())
     assert optimizer.model_state_bytes()["outer momentum"] == 8 * numel
     with pytest.raises(RuntimeError, match="not one worker's to forget"):
         optimizer.reset_state()
     with pytest.raises(ValueError, match="every is 5 here and 6 on the job's first worker"):
-        make(Tower(), elastic=Elastic(workers=1, address="here:1"), every=5)
+        make_elastic(Tower(), elastic=Elastic(workers=1, address="here:1"), every=5)
     optimizer.synchronize()
     with pytest.raises(RuntimeError, match="has ended this worker's part"):
         step(model, optimizer, 0)
     with pytest.raises(CommunicationError, match="is over: there is nothing to join"):
-        make(Tower(), elastic=Elastic(workers=1, address="here:1"))
+        make_elastic(Tower(), elastic=Elastic(workers=1, address="here:1"))
     with pytest.raises(ValueError, match=r"needs a thinwire\.DiLoCo with elastic"):
         thinwire.ElasticSampler(thinwire.DiLoCo([torch.nn.Parameter(torch.ones(1))], torch.optim.SGD, lr=1.0), 10)
 
@@ -187,7 +198,7 @@ def test_trainers_do_not_count_the_steps_of_who_may_join_late(monkeypatch: pytes
     module.Trainer = Trainer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformers.trainer", module)
     model = Tower()
-    optimizer, _ = make(model, elastic=Elastic(workers=1, address="here:1"))
+    optimizer, _ = make_elastic(model, elastic=Elastic(workers=1, address="here:1"))
     with pytest.raises(ValueError, match="Trainer counts steps and saves by itself"):
         Trainer().train()
     optimizer.close()
@@ -207,7 +218,7 @@ def test_nodes_average_gradients_inside_and_count_once_between(stage: int) -> No
 
     def live(node: int, comm: Communicator) -> tuple[Tensor, float, int]:
         model = Tower()
-        optimizer, _ = make(model, comm=comm, **options)
+        optimizer, _ = make_elastic(model, comm=comm, **options)
         go_on(model, optimizer, 10 * node + comm.rank, 12)
         assert (optimizer.workers, optimizer.comm.size) == (3, sizes[node])
         momentum = optimizer.model_state_bytes()["outer momentum"]
@@ -235,7 +246,7 @@ def test_a_node_whose_rank_is_lost_is_dropped_whole_and_another_joins(dtype: tor
 
     def stays(comm: Communicator) -> Tensor:
         model = Tower()
-        optimizer, home = make(model, comm=comm, **options)
+        optimizer, home = make_elastic(model, comm=comm, **options)
         while optimizer.steps < 24:
             if optimizer.steps == 9:
                 gone.wait(60)
@@ -250,7 +261,7 @@ def test_a_node_whose_rank_is_lost_is_dropped_whole_and_another_joins(dtype: tor
 
     def falls(comm: Communicator) -> None:
         model = Tower()
-        optimizer, _ = make(model, comm=comm, **options)
+        optimizer, _ = make_elastic(model, comm=comm, **options)
         try:
             while optimizer.steps < 24:
                 if (optimizer.steps, comm.rank) == (7, 1):
@@ -267,7 +278,7 @@ def test_a_node_whose_rank_is_lost_is_dropped_whole_and_another_joins(dtype: tor
         model = Tower()
         with torch.no_grad():
             model.first.weight.zero_()  # its own weights do not count
-        optimizer, _ = make(model, comm=comm, **options)
+        optimizer, _ = make_elastic(model, comm=comm, **options)
         assert optimizer.steps >= 13
         go_on(model, optimizer, 4 + comm.rank, 24)
         optimizer.synchronize()
@@ -285,11 +296,11 @@ def test_a_node_whose_rank_is_lost_is_dropped_whole_and_another_joins(dtype: tor
 
 
 def test_an_error_of_the_first_rank_is_an_error_of_all() -> None:
-    alone, _ = make(Tower(), elastic=Elastic(workers=1, address="here:1"))
+    alone, _ = make_elastic(Tower(), elastic=Elastic(workers=1, address="here:1"))
 
     def body(comm: Communicator) -> str:
         with pytest.raises(ValueError, match="every is 5 here and 6 on the job's first worker") as caught:
-            make(Tower(), comm=comm, elastic=Elastic(workers=1, address="here:1"), every=5)
+            make_elastic(Tower(), comm=comm, elastic=Elastic(workers=1, address="here:1"), every=5)
         return str(caught.value)
 
     assert len(set(threads.run(body, 3))) == 1

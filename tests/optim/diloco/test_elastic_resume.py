@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.optim.diloco.elastic_workers import SETTINGS, make, meeting, step, together
-from tests.optim.diloco.tower import Tower, flat, outer_weights
-from tests.optim.diloco.tower import make as make_plain
+from tests.optim.diloco.tower import SETTINGS, Tower, flat, make, make_elastic, meeting, outer_weights, step, together
 from tests.optim.training import through_a_file
 from thinwire.comm import Communicator, Elastic, MembershipError, threads
 from thinwire.optim.diloco.elastic_meeting import Plan, Standing
@@ -32,7 +30,7 @@ def run(
     """One rank from the first step, or from the `number`th of `states`, to the last: its weights there; what it saved
     after step `saves_at`; the outer weights a step later, or as it begins; its worker's number."""
     model = Tower()
-    optimizer, home = make(model, elastic=elastic, comm=comm, **options)
+    optimizer, home = make_elastic(model, elastic=elastic, comm=comm, **options)
     if number < len(states):
         optimizer.load_state_dict(states[number])
     saved, outer = None, torch.empty(0)
@@ -112,7 +110,7 @@ def test_what_was_not_saved_together_is_not_loaded_together() -> None:
 
 def test_a_state_is_loaded_where_a_job_begins_alone() -> None:
     model = Tower()
-    optimizer, _ = make(model, elastic=job("first", 1))
+    optimizer, _ = make_elastic(model, elastic=job("first", 1))
     step(model, optimizer, 0)
     saved = through_a_file(optimizer.state_dict())
     assert optimizer.steps == 1
@@ -123,14 +121,14 @@ def test_a_state_is_loaded_where_a_job_begins_alone() -> None:
     optimizer.synchronize()
     after = through_a_file(optimizer.state_dict())
 
-    resumed, _ = make(Tower(), elastic=job("second", 1))
+    resumed, _ = make_elastic(Tower(), elastic=job("second", 1))
     resumed.load_state_dict(after)
     assert resumed.steps == 1
     resumed.close()
 
     # A DiLoCo whose workers stay can take it, too.
     other = Tower()
-    plain = make_plain(threads.single(60.0), other, torch.optim.AdamW, every=6)
+    plain = make(threads.single(60.0), other, torch.optim.AdamW, every=6)
     plain.load_state_dict(after)
     assert plain.steps == 1
     assert torch.equal(flat(other.parameters()), flat(model.parameters()))

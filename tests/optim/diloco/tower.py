@@ -1,17 +1,23 @@
 """A small model of numbered layers, data that differ by rank, and a training loop; DiLoCo's Algorithm 1 and Streaming
-DiLoCo's Algorithm 2 in float64; and what holds on every backend: bodies for threads and for real ranks."""
+DiLoCo's Algorithm 2 in float64; what holds on every backend, for threads and for real ranks; and elastic workers, as
+threads that meet at a store of their process."""
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import HashStore
 
 import thinwire
-from thinwire.comm import Communicator
+from thinwire.comm import Communicator, Elastic
+from thinwire.optim.diloco import elastic_meeting
+from thinwire.optim.diloco.elastic_home import ElasticHome
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -199,3 +205,59 @@ def _one_outer_step_at_a_time(comm: Communicator) -> None:
 
 
 ALL = (_one_outer_step_at_a_time, follows_the_published_algorithms, outer_weights_agree)
+
+
+# Elastic workers
+
+
+SETTINGS = Elastic(workers=3, address="here:1", timeout=60.0, join_timeout=60.0, silence=20.0)
+
+
+def together(bodies: list[Callable[[], Any]]) -> list[Any]:
+    """Each on a thread of its own; their results, or the first error."""
+    found: list[Any] = [None] * len(bodies)
+
+    def run(number: int) -> None:
+        torch.set_num_threads(1)
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                found[number] = bodies[number]()
+        except BaseException as error:
+            found[number] = error
+
+    workers = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(bodies))]
+    for one in workers:
+        one.start()
+    for one in workers:
+        one.join(120)
+        assert not one.is_alive(), "a worker hangs"
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return found
+
+
+@pytest.fixture(autouse=True)
+def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A meeting place for this test, in place of one that a process serves."""
+    store = HashStore()
+    monkeypatch.setattr(elastic_meeting, "reach", lambda settings: (store, "here"))
+
+
+def make_elastic(model: Tower, **options: Any) -> tuple[thinwire.DiLoCo, ElasticHome]:
+    options = {"lr": 0.01, "every": 6, "block_size": 64, "elastic": SETTINGS} | options
+    optimizer = thinwire.DiLoCo(model.named_parameters(), torch.optim.AdamW, **options)
+    home = optimizer._home
+    assert isinstance(home, ElasticHome)
+    return optimizer, home
+
+
+def step(model: Tower, optimizer: thinwire.DiLoCo, data: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, data, optimizer.steps + 1).backward()
+    optimizer.step()
+
+
+def go_on(model: Tower, optimizer: thinwire.DiLoCo, data: int, until: int) -> None:
+    while optimizer.steps < until:
+        step(model, optimizer, data)

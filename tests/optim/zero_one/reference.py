@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+import thinwire
 from tests.optim.adam.reference import ReferenceExchange
 
 
@@ -101,3 +102,12 @@ class ReferenceZeroOneAdam:
     def denominator(self) -> np.ndarray:
         root = np.sqrt(self.variance / (1 - self.betas[1] ** self.var_updates)) + self.eps
         return np.maximum(root, 0.01 * root.mean()) if self.compress == "update" else root
+
+
+SCHEDULE = {"var_freeze_step": 25, "var_update_scaler": 5, "local_step_scaler": 12, "local_step_clipper": 5}
+"""Exact steps, then every 2nd and 4th; after the freeze, intervals of 1, 2, 4 and 5 steps."""
+
+
+def make_zero_one(model, comm, **options) -> thinwire.ZeroOneAdam:
+    options = {"lr": 3e-3, "block_size": 64} | SCHEDULE | options
+    return thinwire.ZeroOneAdam(model.parameters(), comm=comm, **options)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.optim.training import exchange_comm, loss_of, make_model, weights
-from tests.optim.zero_one.training import SCHEDULE
+from tests.optim.zero_one.reference import SCHEDULE
 from tests.zero.saved import Saved, join, save
 from tests.zero.training import train
 from thinwire.comm import Communicator, threads

@@ -14,8 +14,7 @@ from torch import nn
 
 import thinwire
 from tests.optim.training import loss_of, make_model, same, snapshot, through_a_file, train, weights
-from tests.optim.zero_one.reference import ReferenceZeroOneAdam
-from tests.optim.zero_one.training import SCHEDULE, make_zero_one
+from tests.optim.zero_one.reference import SCHEDULE, ReferenceZeroOneAdam, make_zero_one
 from thinwire.comm import threads
 from thinwire.optim.adam import bound_updates
 from thinwire.optim.step import AdamSettings, Send
