@@ -6,12 +6,17 @@ imported these for much else too.
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import matplotlib
+import matplotlib.pyplot as plt
 import pytest
 from transformers import BertForMaskedLM
 
@@ -27,9 +32,12 @@ def run(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_it_fits_on_a_page(path: Path) -> None:
-    assert len(path.read_text().splitlines()) < 80
+def test_each_fits_on_a_page() -> None:
+    """And what bash runs is bash."""
+    for path in (one for kind in ("*.py", "*.yaml", "*.sh", "*.sbatch", "Dockerfile") for one in EXAMPLES.glob(kind)):
+        assert len(path.read_text().splitlines()) < 80, path.name
+        if path.suffix in (".sh", ".sbatch"):
+            subprocess.run(["bash", "-n", str(path)], check=True)
 
 
 def test_plain_loop(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,11 +93,6 @@ def test_mpirun(jobs: Jobs, tmp_path: Path) -> None:
     assert "OneBitAdam sent" in done.stderr
 
 
-def test_batch_files_are_bash() -> None:
-    for path in (EXAMPLES / "mpirun.sh", EXAMPLES / "slurm.sbatch"):
-        subprocess.run(["bash", "-n", str(path)], check=True)
-
-
 def test_sparse_bert(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the wire is thin, the model is long. " * 200)
@@ -101,3 +104,29 @@ def test_sparse_bert(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     loaded = BertForMaskedLM.from_pretrained(tmp_path / "model")
     assert loaded.config.thinwire_sparse_attention["layout"]["mode"] == "bigbird"
     densify(loaded)
+
+
+@pytest.fixture
+def without_a_screen() -> Iterator[None]:
+    before = matplotlib.get_backend()
+    plt.switch_backend("agg")
+    yield
+    plt.close("all")
+    plt.switch_backend(before)
+
+
+@pytest.mark.usefixtures("without_a_screen")
+def test_the_notebook_runs_from_its_first_cell_to_its_last_and_is_kept_without_what_it_printed() -> None:
+    notebook = json.loads((EXAMPLES / "convergence.ipynb").read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert notebook["nbformat"] == 4
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, cell in enumerate(code):
+        exec(compile("".join(cell["source"]), f"convergence.ipynb, code cell {number}", "exec"), names)
+    (_, exact_bytes, exact_loss), (_, sent, loss) = (curve[-1] for curve in names["curves"].values())
+    assert loss == pytest.approx(exact_loss, rel=0.05)
+    assert sent < exact_bytes / 4
+    left, right = names["figure"].axes
+    assert [line.get_label() for line in left.lines[:2]] == list(names["curves"])
+    assert len(right.lines) == 2

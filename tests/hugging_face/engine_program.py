@@ -10,11 +10,21 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import BertForSequenceClassification
 
 from tests.engine.test_published import ZERO_2, ZERO_3
-from tests.hugging_face.tiny import BATCH, KEEP_BEST, RATE, make_arguments, make_model, make_samples, run_all
+from tests.hugging_face.tiny import (
+    BATCH,
+    KEEP_BEST,
+    RATE,
+    logged,
+    make_arguments,
+    make_model,
+    make_samples,
+    run_all,
+    same_tensors,
+)
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.engine import Engine
@@ -30,12 +40,12 @@ def published_files_train_as_they_are(comm: Communicator, folder: Path) -> None:
     """Hugging Face's own for ZeRO-2 and ZeRO-3, with all they leave to the Trainer."""
     for name, config in (("zero_2", ZERO_2), ("zero_3", ZERO_3)):
         arguments = make_arguments(
-            folder / name, max_steps=20, lr_scheduler_type="constant_with_warmup", warmup_steps=2, bf16=name == "zero_2"
+            folder / name, max_steps=12, lr_scheduler_type="constant_with_warmup", warmup_steps=2, bf16=name == "zero_2"
         )
         trainer = Trainer(make_model(), arguments, train_dataset=make_samples(160), thinwire_config=config)
         trainer.train()
         losses = logged(trainer, "loss")
-        assert len(losses) == trainer.state.global_step == 20
+        assert len(losses) == trainer.state.global_step == 12
         assert losses[-1] < 0.9 * losses[0], losses
         engine = engine_of(trainer)
         assert engine.settings.zero_optimization.stage == config["zero_optimization"]["stage"]
@@ -45,14 +55,6 @@ def published_files_train_as_they_are(comm: Communicator, folder: Path) -> None:
 def engine_of(trainer: transformers.Trainer) -> Engine:
     assert isinstance(trainer.model_wrapped, Engine)
     return trainer.model_wrapped
-
-
-def logged(trainer: transformers.Trainer, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-
-def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def every_stage_resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
@@ -72,14 +74,10 @@ def every_stage_resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
             warmup_steps=2,
             bf16=bf16,
         )
-        config: dict[str, Any] = {
-            "train_batch_size": "auto",
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": "auto",
-            "bf16": {"enabled": "auto"},
-            "optimizer": optimizer,
-            "zero_optimization": {"stage": stage, "overlap_comm": stage == 1},
-        }
+        zero = {"stage": stage, "overlap_comm": stage == 1}
+        config: dict[str, Any] = {"train_batch_size": "auto", "gradient_accumulation_steps": 2}
+        config |= {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
+        config |= {"optimizer": optimizer, "zero_optimization": zero}
         if stage == 1:
             config["scheduler"] = {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}}
 
@@ -106,12 +104,11 @@ def every_stage_resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
         assert rates[-1] < 0.3 * RATE
         if stage == 3:
             assert all(norm > 0 for norm in logged(whole, "grad_norm"))
-            assert sum(one.numel() for one in local_parameters(whole.model)) < 0.6 * whole.model.num_parameters()
+            assert (
+                sum(getattr(one, "_local_tensor", one).numel() for one in whole.model.parameters())
+                < 0.6 * whole.model.num_parameters()
+            )
         loads_elsewhere(comm, whole, weights, folder / f"model-{number}")
-
-
-def local_parameters(model: nn.Module) -> list[Tensor]:
-    return [getattr(one, "_local_tensor", one) for one in model.parameters()]
 
 
 def loads_elsewhere(comm: Communicator, trainer: Trainer, weights: dict[str, Tensor], folder: Path) -> None:
@@ -184,8 +181,7 @@ def keeps_the_best(comm: Communicator, folder: Path) -> None:
     if comm.rank == 0:
         assert same_tensors(load_file(best / "model.safetensors"), weights)
         assert [one.name for one in folder.glob("checkpoint-*")] == ["checkpoint-6"]
-    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert trainer.evaluate()["eval_loss"] == losses[1]
+    assert trainer.evaluate()["eval_loss"] == logged(trainer, "eval_loss")[1]
     with pytest.raises(RuntimeError, match=r"train\(\) was called twice"):
         trainer.train()
 

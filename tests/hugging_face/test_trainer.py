@@ -4,6 +4,7 @@ ranks do together, one for what a Trainer that drives the engine refuses."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,13 @@ pytest.importorskip("accelerate")
 import torch
 import transformers
 
-import thinwire
-from tests.hugging_face.tiny import make_arguments, make_model, make_samples
-from thinwire.engine import ConfigError, Engine
-from thinwire.hugging_face import Trainer, adapt
+from tests.hugging_face.tiny import KEEP_BEST, logged, make_arguments, make_model, make_samples
+from thinwire import OneBitAdam
+from thinwire.engine import CheckpointError, ConfigError, Engine
+from thinwire.engine.optimizer_checkpoints import load_optimizer
+from thinwire.hugging_face import Trainer, TrainerMixin, adapt
+from thinwire.hugging_face.acceleration import check_optimizer
+from thinwire.hugging_face.engine_training import NOTHING_TO_GO_ON_FROM, TAG
 
 ONE_BIT = {"optimizer": {"type": "OneBitAdam"}}
 
@@ -31,8 +35,43 @@ def test_on_two_processes(jobs, tmp_path: Path, program: str) -> None:
 
 
 def make(folder: Path, config: Any = ONE_BIT, options: dict[str, Any] | None = None, **changes: Any) -> Trainer:
-    arguments = make_arguments(folder, lr_scheduler_type="linear", **changes)
+    arguments = make_arguments(folder, **{"lr_scheduler_type": "linear", **changes})
     return Trainer(make_model(), arguments, train_dataset=make_samples(32), thinwire_config=config, **(options or {}))
+
+
+def make_plain(folder: Path, optimizer: Any = (OneBitAdam, {}), **changes: Any) -> Trainer:
+    return make(folder, None, {"optimizer_cls_and_kwargs": optimizer}, **changes)
+
+
+def test_what_an_optimizer_without_an_engine_refuses(tmp_path: Path) -> None:
+    one_batch = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    for changes, message in (
+        ({"auto_find_batch_size": True}, "set per_device_train_batch_size"),
+        ({"fsdp": True}, "fsdp divides the model"),
+        ({"accelerator_config": one_batch}, "remove it from gradient_accumulation_kwargs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_plain(tmp_path, **changes)
+    for given, message in (
+        ((torch.optim.AdamW, {}), r"was given AdamW.*pass optimizer_cls_and_kwargs="),
+        (None, r"optimizer_cls_and_kwargs=\(thinwire.OneBitAdam"),
+        ((OneBitAdam, {"max_norm": 0.5}), r"max_grad_norm is 1.0 .* max_norm of OneBitAdam is 0.5: give both the same"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            make_plain(tmp_path, given).train()
+    with pytest.raises(TypeError, match=r"Wrong names TrainerMixin after a Trainer"):
+        type("Wrong", (transformers.Trainer, TrainerMixin), {})
+    optimizer, late = OneBitAdam(make_model().parameters(), stage=2), OneBitAdam(make_model().parameters())
+    late.comes_and_goes = True
+    for one, ranks, fp16, message in (
+        (optimizer, 1, True, "use stage=1, or bf16=True"),
+        (optimizer, 2, False, "start the job with torchrun or accelerate launch"),
+        (late, 1, False, "the Trainer counts steps and saves by itself"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_optimizer(one, SimpleNamespace(world_size=ranks, max_grad_norm=0.0, fp16=fp16))
+    with pytest.raises(CheckpointError, match=r"train without resume_from_checkpoint"):
+        load_optimizer(optimizer, tmp_path, TAG, NOTHING_TO_GO_ON_FROM)
 
 
 @pytest.mark.parametrize(
@@ -43,26 +82,13 @@ def make(folder: Path, config: Any = ONE_BIT, options: dict[str, Any] | None = N
         ({"save_on_each_node": True}, "whole weights are on rank 0 alone"),
         ({"fsdp": True}, "fsdp divides the model"),
         ({"auto_find_batch_size": True}, "set per_device_train_batch_size"),
-        (
-            {
-                "save_only_model": True,
-                "load_best_model_at_end": True,
-                "save_strategy": "steps",
-                "eval_strategy": "steps",
-            },
-            "from which load_best_model_at_end loads",
-        ),
+        (KEEP_BEST | {"save_only_model": True}, "from which load_best_model_at_end loads"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "needs a metric"),
     ],
 )
 def test_arguments_that_an_engine_cannot_keep(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         make(tmp_path, **changes)
-
-
-def test_schedules_that_need_a_metric_are_refused(tmp_path: Path) -> None:
-    arguments = make_arguments(tmp_path, lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps")
-    with pytest.raises(ValueError, match="needs a metric"):
-        Trainer(make_model(), arguments, eval_dataset=make_samples(4), thinwire_config=ONE_BIT)
 
 
 def test_layers_are_recomputed_once(tmp_path: Path) -> None:
@@ -82,7 +108,7 @@ def test_two_optimizers_or_schedules_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there are two schedules"):
         make(tmp_path, {"scheduler": {"type": "WarmupLR"}}, {"optimizers": (plain, schedule)})
     with pytest.raises(ValueError, match='OneBitAdam would too: name it in the configuration\'s "optimizer" section'):
-        make(tmp_path, {}, {"optimizer_cls_and_kwargs": (thinwire.OneBitAdam, {})})
+        make(tmp_path, {}, {"optimizer_cls_and_kwargs": (OneBitAdam, {})})
 
 
 def test_what_is_wrong_with_the_configuration_is_told_at_construction(tmp_path: Path) -> None:
@@ -110,7 +136,7 @@ def test_fp16_skips_and_the_schedule_waits(tmp_path: Path) -> None:
     engine = trainer.model_wrapped
     assert isinstance(engine, Engine)
     assert 0 < engine.skipped_steps < 30
-    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    rates = logged(trainer, "learning_rate")
     assert rates[0] == rates[engine.skipped_steps] > rates[engine.skipped_steps + 1]
     assert trainer.evaluate(make_samples(4))["eval_loss"] > 0
 
@@ -119,16 +145,11 @@ def test_a_given_optimizer_and_schedule_are_taken_over(tmp_path: Path) -> None:
     model = make_model()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(plain, 2, gamma=0.5)
-    trainer = Trainer(
-        model,
-        make_arguments(tmp_path, max_steps=5),
-        train_dataset=make_samples(32),
-        optimizers=(plain, schedule),
-        thinwire_config={"zero_optimization": {"stage": 1}},
-    )
+    given = {"train_dataset": make_samples(32), "thinwire_config": {"zero_optimization": {"stage": 1}}}
+    trainer = Trainer(model, make_arguments(tmp_path, max_steps=5), optimizers=(plain, schedule), **given)
     before = trainer.evaluate(make_samples(8))["eval_loss"]
     trainer.train()
-    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    rates = logged(trainer, "learning_rate")
     assert rates == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.025])
     assert trainer.evaluate(make_samples(8))["eval_loss"] != before
 

@@ -117,5 +117,14 @@ def run_all(comm: Communicator, folder: Path, *bodies: Callable[[Communicator, P
         print(f"all held with {comm.size} ranks", flush=True)
 
 
+def logged(trainer: transformers.Trainer, name: str = "loss") -> list[float]:
+    """Its values of one name, in order."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import ConcatDataset, Subset
 
 from tests.launching import same_on_all_ranks
-from tests.lightning.tiny import (
-    BATCH,
-    RATE,
-    batches_of,
-    flat,
-    loss_of,
-    make_data,
-    make_module_class,
-    make_network,
-    make_trainer,
-)
+from tests.lightning.tiny import BATCH, RATE, batches_of, flat, loss_of, make_data, make_module_class, make_trainer
 from thinwire import DiLoCo, OneBitAdam, ZeroOneAdam
 from thinwire import comm as communication
 from thinwire.comm import Communicator
@@ -85,19 +76,17 @@ def trains_as_a_plain_loop(comm: Communicator, folder: Path) -> None:
         assert not isinstance(trainer.strategy.model, DistributedDataParallel)
         assert same_on_all_ranks(comm, flat(module))
 
-        network = make_network()
+        network = Classifier(compressed).network
         optimizer = compressed(network, max_norm=MAX_NORM)
         micro = batches_of(make_data(steps * accumulation, RANKS), comm.rank, comm.size)
         told = []
-        for step in range(steps):
-            *first, last = micro[step * accumulation : (step + 1) * accumulation]
-            with optimizer.no_sync():
-                for batch in first:
-                    (loss_of(network, batch) / accumulation).backward()
-            (loss_of(network, last) / accumulation).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            told.append((optimizer.bytes_sent, optimizer.last_step.grad_norm))
+        for number, batch in enumerate(micro, 1):
+            with nullcontext() if number % accumulation == 0 else optimizer.no_sync():
+                (loss_of(network, batch) / accumulation).backward()
+            if number % accumulation == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                told.append((optimizer.bytes_sent, optimizer.last_step.grad_norm))
         torch.testing.assert_close(flat(module), flat(network), rtol=1e-5, atol=1e-7)
         found = module.steps[accumulation - 1 :: accumulation]
         assert [sent for sent, _ in found] == [sent for sent, _ in told]
@@ -180,8 +169,8 @@ def resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
         assert torch.equal(flat(whole), flat(resumed))
         assert same_on_all_ranks(comm, flat(whole))
         expected, found = (one.trainer.optimizers[0].rank_tensors() for one in (whole, resumed))
-        assert expected.keys() == found.keys()
         assert any("residual" in key or "error" in key for key in expected), expected.keys()
+        assert expected.keys() == found.keys()
         assert all(torch.equal(expected[key], found[key]) for key in expected)
         assert resumed.trainer.optimizers[0].frozen_at == whole.trainer.optimizers[0].frozen_at
 
@@ -201,15 +190,8 @@ def validates_and_keeps_the_best(comm: Communicator, folder: Path) -> None:
     """With optimizers whose ranks hold weights of their own between syncs, and batch norm, whose buffers differ."""
     module = Classifier(workers, batches=15, ranks=RANKS)
     keep = ModelCheckpoint(folder, monitor="quality", mode="max", filename="{step}", save_last=True)
-    trainer = make_trainer(
-        pl,
-        folder,
-        callbacks=[Watching(), keep],
-        enable_checkpointing=True,
-        limit_val_batches=2,
-        num_sanity_val_steps=1,
-        val_check_interval=3,
-    )
+    checks = {"limit_val_batches": 2, "num_sanity_val_steps": 1, "val_check_interval": 3}
+    trainer = make_trainer(pl, folder, callbacks=[Watching(), keep], enable_checkpointing=True, **checks)
     trainer.fit(module)
     assert len(module.evaluated) == 6
     assert all(same_on_all_ranks(comm, one) for one in module.evaluated)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,9 +52,8 @@ def test_the_standalone_package(standalone: ModuleType, tmp_path: Path) -> None:
 
     def train(seed: int, epochs: int, strategy: Any, checkpoint: Path | None = None) -> Any:
         module = kind(compressed, seed, batches=4)
-        trainer = make_trainer(
-            standalone, tmp_path, strategy=strategy, devices=1, max_epochs=epochs, gradient_clip_val=1.0
-        )
+        options = {"strategy": strategy, "max_epochs": epochs, "gradient_clip_val": 1.0}
+        trainer = make_trainer(standalone, tmp_path, devices=1, **options)
         trainer.fit(module, ckpt_path=checkpoint)
         trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
         return module
@@ -63,19 +63,16 @@ def test_the_standalone_package(standalone: ModuleType, tmp_path: Path) -> None:
     resumed = train(1, 2, "thinwire", tmp_path / "1.ckpt")
     assert torch.equal(flat(whole), flat(resumed))
     assert whole.losses[4:] == resumed.losses
-    assert sorted(path.name.rsplit(".", 2)[0] for path in (tmp_path / "thinwire").glob("*.ckpt.*")) == [
-        "1.ckpt",
-        "2.ckpt",
-    ]
+    states = sorted(path.name.rsplit(".", 2)[0] for path in (tmp_path / "thinwire").glob("*.ckpt.*"))
+    assert states == ["1.ckpt", "2.ckpt"]
 
     def torchs(module: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(module.parameters())
 
     with pytest.raises(TypeError, match=r"returned AdamW.*return thinwire.OneBitAdam"):
         make_trainer(standalone, tmp_path, devices=1).fit(kind(torchs))
-    with pytest.raises(
-        ValueError, match=r"gradient_clip_val is 0.5 and max_norm of OneBitAdam is 1.0: pass max_norm=0.5"
-    ):
+    message = r"gradient_clip_val is 0.5 and max_norm of OneBitAdam is 1.0: pass max_norm=0.5"
+    with pytest.raises(ValueError, match=message):
         make_trainer(standalone, tmp_path, devices=1, gradient_clip_val=0.5).fit(kind(compressed))
 
     class ClipsBySelf(kind):  # type: ignore[misc, valid-type]
@@ -85,10 +82,9 @@ def test_the_standalone_package(standalone: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"pass max_norm=0.1 to OneBitAdam"):
         make_trainer(standalone, tmp_path, devices=1).fit(ClipsBySelf(compressed))
     remote = standalone.callbacks.ModelCheckpoint("memory://folder")
+    trainer = make_trainer(standalone, tmp_path, devices=1, callbacks=[remote], enable_checkpointing=True)
     with pytest.raises(ValueError, match=r"ModelCheckpoint saves to memory://folder, .* that all ranks have mounted"):
-        make_trainer(standalone, tmp_path, devices=1, callbacks=[remote], enable_checkpointing=True).fit(
-            kind(compressed)
-        )
+        trainer.fit(kind(compressed))
 
     # A checkpoint of another strategy: of one rank's state, or of another optimizer.
     for build in (compressed, torchs):
@@ -107,3 +103,69 @@ def test_the_standalone_package(standalone: ModuleType, tmp_path: Path) -> None:
             ValueError, match=r"holds the state of 0 optimizers, and configure_optimizers\(\) returned 1"
         ):
             trainer.strategy.load_optimizer_state_dict({"optimizer_states": []})
+
+
+@pytest.fixture
+def strategy() -> ModuleType:
+    """The room's, on the standalone package, as other tests here need it."""
+    pytest.importorskip("pytorch_lightning")
+    from thinwire.lightning import strategy
+
+    return strategy
+
+
+@pytest.fixture
+def optimizer() -> OneBitAdam:
+    return OneBitAdam(torch.nn.Linear(3, 2).named_parameters(), stage=2, max_norm=1.0)
+
+
+class Algorithm(Enum):
+    VALUE = "value"
+    NORM = "norm"
+
+
+def test_optimizers(strategy: ModuleType, optimizer: OneBitAdam) -> None:
+    strategy.check_optimizers([optimizer], world_size=1, scaler=None)
+    late = OneBitAdam(torch.nn.Linear(3, 2).named_parameters())
+    late.comes_and_goes = True
+    with pytest.raises(ValueError, match="OneBitAdam has 1 ranks and the Trainer 4"):
+        strategy.check_optimizers([optimizer], world_size=4, scaler=None)
+    with pytest.raises(ValueError, match="train DiLoCo with elastic= in a loop of your own"):
+        strategy.check_optimizers([late], world_size=1, scaler=None)
+    with pytest.raises(ValueError, match='use stage=1, or precision="bf16-mixed"'):
+        strategy.check_optimizers([optimizer], world_size=1, scaler=object())
+    with pytest.raises(TypeError, match=r"configure_optimizers\(\) returned SGD"):
+        strategy.check_optimizers([optimizer, torch.optim.SGD([torch.zeros(2)])], world_size=1, scaler=None)
+
+
+def test_clipping(strategy: ModuleType, optimizer: OneBitAdam) -> None:
+    for value, algorithm in ((None, None), (0, None), (1.0, None), (1, Algorithm.NORM), (1.0, "norm")):
+        strategy.check_clipping(optimizer, value, algorithm)
+    for algorithm in (Algorithm.VALUE, "value"):
+        with pytest.raises(ValueError, match='gradient_clip_algorithm="value" clips every element'):
+            strategy.check_clipping(optimizer, 1.0, algorithm)
+    with pytest.raises(ValueError, match=r"gradient_clip_val is 2.0 and max_norm of OneBitAdam is 1.0"):
+        strategy.check_clipping(optimizer, 2.0, None)
+
+
+def test_an_older_state_goes_last(strategy: ModuleType, optimizer: OneBitAdam, tmp_path: Path) -> None:
+    path = tmp_path / f".{'x' * 300}.ckpt"
+    files, other = (strategy.CheckpointFiles(one) for one in (path, tmp_path / "other.ckpt"))
+    before = optimizer.param_groups[0]["lr"]
+    (old,) = files.save([optimizer], "00000000")
+    optimizer.param_groups[0]["lr"] = 0.5
+    new, _ = files.save([optimizer, optimizer], "00000001")
+    other.save([optimizer], "00000002")
+    files.load(optimizer, old)
+    assert optimizer.param_groups[0]["lr"] == before
+    files.remove(but=["00000001"])
+    files.load(optimizer, new)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.raises(RuntimeError, match=r"copy both. The weights alone load with load_from_checkpoint"):
+        files.load(optimizer, old)
+    files.remove()
+    assert [path.name for path in (tmp_path / "thinwire").glob("*.ckpt.*")] == ["other.ckpt.00000002.0"]
+    assert strategy.CheckpointFiles.has_state(new)
+    assert not strategy.CheckpointFiles.has_state({"state": {}, "param_groups": []})
+    with pytest.raises(ValueError, match=r"cannot save or load the optimizers' state at s3://"):
+        strategy.CheckpointFiles("s3://bucket/x.ckpt")

@@ -78,9 +78,8 @@ def make_module_class(pl: ModuleType) -> type[Any]:
             loss = loss_of(self.network, batch)
             if number == 0:
                 self.own_losses.append(loss.item())
-                self.evaluated.append(
-                    torch.cat([one.detach().double().reshape(-1) for one in self.state_dict().values()])
-                )
+                state = [one.detach().double().reshape(-1) for one in self.state_dict().values()]
+                self.evaluated.append(torch.cat(state))
             self.log("val", loss, sync_dist=True)
 
         def test_step(self, batch: Any, number: int) -> None:
