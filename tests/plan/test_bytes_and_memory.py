@@ -16,7 +16,7 @@ from thinwire.comm import Communicator, threads
 from thinwire.compress import Exchange, make_codec
 from thinwire.compress.packet_layout import CodecName
 from thinwire.plan import Matrices, Method, Prediction, Schedule, Transformer, Workload, methods_for, predict
-from thinwire.plan.costs import two_legs
+from thinwire.plan.cluster import two_legs
 from thinwire.plan.methods import CODECS, OuterSchedule
 from thinwire.zero.memory import live_tensor_bytes
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.plan import PlanError, Schedule
-from thinwire.plan.costs import NO_BUCKETS, Buckets, Cost, cut, seconds_beside
+from thinwire.plan.cluster import NO_BUCKETS, Buckets, Cost, cut, seconds_beside
 from thinwire.plan.methods import ZeroOneSteps
 
 durations = st.floats(0, 1)

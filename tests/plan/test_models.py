@@ -13,8 +13,7 @@ import transformers
 from experiments.tasks.models import build_bert
 from experiments.tasks.sizes import SIZES as BERT_SIZES
 from thinwire.plan import Activations, Matrices, PlanError, Transformer, named_model, plain_model
-from thinwire.plan.model_families import FAMILIES, built_model, model_of
-from thinwire.plan.models import MODELS
+from thinwire.plan.models import FAMILIES, MODELS, built_model, model_of
 
 # Parameters as counted in the published weights, the head that is trained included.
 PUBLISHED = {

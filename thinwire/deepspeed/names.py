@@ -188,8 +188,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "runtime.zero.partition_parameters": {
         ".parameters.gathering": "GatheredParameters",
         ".parameters.building": "Init",
-        ".parameters.placeholders": "ZeroParamStatus",
-        ".parameters.marks": "register_external_parameter unregister_external_parameter",
+        ".parameters.marks": "ZeroParamStatus register_external_parameter unregister_external_parameter",
         ".sections": "partitioned_param_data_shape",
     },
     "runtime.zero.stage3": {

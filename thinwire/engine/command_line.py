@@ -55,9 +55,9 @@ def add_config_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_on_checkpoint(arguments: argparse.Namespace) -> int:
-    from thinwire.engine.checkpoint import commands
+    from thinwire.engine.checkpoint import exporting
 
-    return {"verify": commands.verify, "inspect": commands.inspect, "export": commands.export}[arguments.command](
+    return {"verify": exporting.verify, "inspect": exporting.inspect, "export": exporting.export}[arguments.command](
         arguments
     )
 

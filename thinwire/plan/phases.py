@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
-from thinwire.plan.cluster import Cluster
-from thinwire.plan.costs import (
+from thinwire.plan.cluster import (
     CAST_BYTES,
     NO_BUCKETS,
     Buckets,
+    Cluster,
     Cost,
     cut,
     everywhere,

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from thinwire.optim.registry import OptimizerEntry
-from thinwire.plan.cluster import Cluster
-from thinwire.plan.costs import seconds_beside
+from thinwire.plan.cluster import Cluster, seconds_beside
 from thinwire.plan.methods import DILOCO, Method, Schedule
 from thinwire.plan.phases import Phase, phases
 from thinwire.plan.units import PlanError

@@ -46,7 +46,7 @@ def _export(arguments: argparse.Namespace) -> int:
         from thinwire.deepspeed.files.fp32_weights import export_fp32
 
         return export_fp32(arguments)
-    from thinwire.engine.checkpoint.commands import export
+    from thinwire.engine.checkpoint.exporting import export
 
     return export(arguments)
 

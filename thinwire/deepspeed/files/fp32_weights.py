@@ -13,8 +13,7 @@ from torch import nn
 
 from thinwire.comm import threads
 from thinwire.deepspeed.files.model_files import same_objects
-from thinwire.engine.checkpoint.commands import open_to_export, say
-from thinwire.engine.checkpoint.exporting import file_size, lazy_weights, write_state_dict
+from thinwire.engine.checkpoint.exporting import file_size, lazy_weights, open_to_export, say, write_state_dict
 from thinwire.engine.checkpoint.files import LazyTensor
 from thinwire.engine.checkpoint.loading import LoadedCheckpoint
 from thinwire.engine.checkpoint.store import CheckpointStore

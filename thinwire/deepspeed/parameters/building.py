@@ -18,7 +18,7 @@ from torch import nn
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.deepspeed.parameters.gathering import GatheredParameters
-from thinwire.deepspeed.parameters.placeholders import Cutting, ParameterShard, shard_of
+from thinwire.deepspeed.parameters.marks import Cutting, ParameterShard, shard_of
 from thinwire.zero.fsdp import is_sharded, join_process_group
 from thinwire.zero.memory import with_subclasses
 

@@ -21,8 +21,14 @@ from typing_extensions import override
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
 from thinwire.deepspeed.parameters.fragments import safe_set_full_fp32_param
-from thinwire.deepspeed.parameters.marks import communicator_of, register_external_parameter
-from thinwire.deepspeed.parameters.placeholders import ParameterShard, ZeroParamStatus, set_status, shard_of
+from thinwire.deepspeed.parameters.marks import (
+    ParameterShard,
+    ZeroParamStatus,
+    communicator_of,
+    register_external_parameter,
+    set_status,
+    shard_of,
+)
 from thinwire.zero.fsdp import WHOLE, gathered, is_sharded, local_run, whole
 from thinwire.zero.home import find_state
 

@@ -1,10 +1,13 @@
 """Notes on a model for stage 3: the ranks that share a parameter and the layer it is gathered with, parameters of other
-modules that a forward uses, and modules that are gathered as one."""
+modules that a forward uses, and modules that are gathered as one; and one parameter of a model that is built shard by
+shard: a placeholder without elements, whose values lie on all ranks."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -193,3 +196,148 @@ def _is_a(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
     kind = type(module)
     named = wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
     return named if isinstance(wanted, str) else isinstance(module, wanted)
+
+
+# Placeholders
+
+
+_ATTRIBUTE = "_thinwire_shard"
+_DESCRIPTION = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status")
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter of stage 3 is whole on this rank. `INFLIGHT` is DeepSpeed's for one that is on its way."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How whole parameters are cut.
+
+    `dtype`: what floating-point values are kept in; None for their own. `device`: where shards are kept; None for the
+    parameter's. `checks`: whether a change that would be dropped is an error.
+    """
+
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    pin_memory: bool = False
+    checks: bool = False
+
+
+class ParameterShard:
+    """This rank's part of a parameter: its `ds_tensor`, [ceil(numel / ranks)], the last ones padded.
+
+    The parameter shows no elements, but its dtype and device, which are those that it is gathered in and on.
+    `seen`: what it was when it was gathered last.
+    """
+
+    def __init__(self, parameter: nn.Parameter, comm: Communicator, cutting: Cutting) -> None:
+        """Cut a whole parameter, the same on every rank; rank 0's values count. Collective."""
+        whole = parameter.detach().contiguous()
+        comm.broadcast(whole)
+        self.comm = comm
+        self.checks = cutting.checks
+        self.shape = whole.shape
+        self.seen: tuple[int, int] | None = None
+        self._numel = whole.numel()
+        self._size = max(1, -(-self._numel // comm.size))
+        dtype = cutting.dtype if cutting.dtype is not None and whole.is_floating_point() else whole.dtype
+        kept = torch.zeros(self._size, dtype=dtype, device=cutting.device or whole.device)
+        setattr(parameter, _ATTRIBUTE, self)
+        describe(parameter, self.shape, kept.pin_memory() if cutting.pin_memory else kept)
+        self._write(parameter, whole)
+        parameter.data = torch.empty(0, dtype=dtype, device=whole.device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # it holds a communicator
+
+    def whole(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """All of its values, on the parameter's device. Collective."""
+        kept = _kept(parameter).to(device=parameter.device, dtype=dtype)
+        flat = kept.new_empty(self._size * self.comm.size)
+        self.comm.all_gather(flat, kept)
+        return flat[: self._numel].view(self.shape)
+
+    def gather(self, parameter: nn.Parameter) -> None:
+        """Have the parameter hold all of its values. Collective."""
+        parameter.data = self.whole(parameter, parameter.dtype)
+        set_status(parameter, ZeroParamStatus.AVAILABLE)
+        self.note(parameter)
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """Take the gathered parameter as it is for what was gathered."""
+        self.seen = parameter._version, parameter.data_ptr()
+
+    def changed(self, parameter: nn.Parameter) -> bool:
+        """Whether it was written to since, as far as its count of versions tells."""
+        return self.seen != (parameter._version, parameter.data_ptr())
+
+    def keep(self, parameter: nn.Parameter, root: int) -> None:
+        """Keep the values that the gathered parameter has on rank `root`, and give them to all. Collective."""
+        if parameter.shape != self.shape:
+            raise ValueError(
+                f"a gathered parameter of shape {tuple(self.shape)} was given values of shape {tuple(parameter.shape)}"
+            )
+        whole = parameter.detach().contiguous()
+        self.comm.broadcast(whole, root)
+        parameter.data.copy_(whole)
+        self._write(parameter, whole)
+        self.note(parameter)
+
+    def release(self, parameter: nn.Parameter) -> None:
+        """Let the parameter hold nothing again."""
+        parameter.data = parameter.data.new_empty(0)
+        set_status(parameter, ZeroParamStatus.NOT_AVAILABLE)
+
+    def show_shape(self, parameter: nn.Parameter) -> None:
+        """Have it show its shape, in the memory of one element, for what asks for shapes alone."""
+        if parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE:  # type: ignore[attr-defined]
+            parameter.data = parameter.data.new_zeros(()).expand(self.shape)
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Make it an ordinary parameter, of the values that it shows."""
+        for name in (_ATTRIBUTE, *_DESCRIPTION):
+            delattr(parameter, name)
+
+    def _write(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """Keep the own part; where `whole` is what was shown of more bits, those bits stay."""
+        kept = _kept(parameter)
+        first = self.comm.rank * self._size
+        own = whole.reshape(-1)[first : first + self._size].to(kept.device)
+        target = kept[: own.numel()]
+        same = target.to(own.dtype) == own
+        target.copy_(torch.where(same, target, own.to(target.dtype)))
+
+
+def shard_of(parameter: Any) -> ParameterShard | None:
+    """What a placeholder stands for; None for any other parameter."""
+    found: ParameterShard | None = getattr(parameter, _ATTRIBUTE, None)
+    return found
+
+
+def shards_in(model: Any) -> Iterator[tuple[nn.Parameter, ParameterShard]]:
+    """The placeholders of a model, each once, with what they stand for."""
+    for parameter in model.parameters() if isinstance(model, nn.Module) else ():
+        shard = shard_of(parameter)
+        if shard is not None:
+            yield parameter, shard
+
+
+def describe(parameter: Tensor, shape: torch.Size, local: Tensor) -> None:
+    """Give a sharded parameter the attributes by which DeepSpeed's users know one."""
+    values = id(parameter), shape, shape.numel(), local, ZeroParamStatus.NOT_AVAILABLE
+    for name, value in zip(_DESCRIPTION, values, strict=True):
+        setattr(parameter, name, value)
+
+
+def set_status(parameter: Tensor, status: ZeroParamStatus) -> None:
+    """Say whether it is whole here."""
+    parameter.ds_status = status  # type: ignore[attr-defined]
+
+
+def _kept(parameter: Tensor) -> Tensor:
+    kept: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+    return kept

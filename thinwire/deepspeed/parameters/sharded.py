@@ -13,8 +13,17 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from thinwire.comm import Communicator
-from thinwire.deepspeed.parameters.marks import complete_gradients, external_parameters, mark, z3_leaf_module
-from thinwire.deepspeed.parameters.placeholders import ZeroParamStatus, describe, set_status, shard_of, shards_in
+from thinwire.deepspeed.parameters.marks import (
+    ZeroParamStatus,
+    complete_gradients,
+    describe,
+    external_parameters,
+    mark,
+    set_status,
+    shard_of,
+    shards_in,
+    z3_leaf_module,
+)
 from thinwire.zero.fsdp import Preparation, is_sharded, local_run
 
 if TYPE_CHECKING:
