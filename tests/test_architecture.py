@@ -54,7 +54,7 @@ LAZY_LOADERS = {
 
 # rule -> what breaks it -> why it still does
 KNOWN: dict[str, dict[str, str]] = {
-    "arguments": {"deepspeed/initialization.py: initialize": "DeepSpeed's call: scripts pass some by position"},
+    "arguments": {"deepspeed/initialization.py: initialize": "DeepSpeed's call: scripts pass some by position"}
 }
 
 

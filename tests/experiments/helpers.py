@@ -13,15 +13,7 @@ from experiments.training.plans import Plan
 
 REPOSITORY = Path(__file__).parents[2]
 
-PLAN = Plan(
-    steps=12,
-    warmup_steps=2,
-    learning_rate=1e-2,
-    weight_decay=0.1,
-    freeze_step=3,
-    evaluate_every=2,
-    seed=5,
-)
+PLAN = Plan(steps=12, warmup_steps=2, learning_rate=1e-2, weight_decay=0.1, freeze_step=3, evaluate_every=2, seed=5)
 
 
 class LineTask:

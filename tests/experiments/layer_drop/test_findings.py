@@ -28,11 +28,7 @@ from experiments.layer_drop.learning import (
 )
 from experiments.layer_drop.plots import draw
 from experiments.layer_drop.records import read
-from experiments.layer_drop.step_time import (
-    Saving,
-    count_kept,
-    measure_keep_rates,
-)
+from experiments.layer_drop.step_time import Saving, count_kept, measure_keep_rates
 from experiments.tasks.sizes import BertSize
 from experiments.tasks.tokens import Tokens
 from tests.experiments.helpers import write_text
@@ -105,13 +101,7 @@ def test_the_picture_shows_broken_runs_too(tmp_path: Path) -> None:
 
 
 RECIPE = Recipe(
-    size=BertSize(3, 32, 2),
-    sequences_a_step=2,
-    steps=7,
-    warmup_steps=2,
-    weight_decay=0.01,
-    theta=0.5,
-    evaluate_every=3,
+    size=BertSize(3, 32, 2), sequences_a_step=2, steps=7, warmup_steps=2, weight_decay=0.01, theta=0.5, evaluate_every=3
 )
 
 

@@ -51,13 +51,7 @@ def test_arrivals_lie_between_points(runs: dict[str, dict[str, Any]]) -> None:
 
 def test_the_picture_of_losses_is_drawn(tmp_path: Path, runs: dict[str, dict[str, Any]]) -> None:
     loss_report.print_table(runs, loss_report.goal_of(runs))
-    content = {
-        "machine": MACHINE,
-        "subject": "BERT",
-        "findings": ["one"],
-        "megabits": 50,
-        "runs": runs,
-    }
+    content = {"machine": MACHINE, "subject": "BERT", "findings": ["one"], "megabits": 50, "runs": runs}
     loss_report.draw(content, tmp_path / "losses.png")
     assert (tmp_path / "losses.png").read_bytes()[1:4] == b"PNG"
 
@@ -110,13 +104,7 @@ def test_fairness_is_a_fraction_of_the_line() -> None:
 def test_the_picture_of_steps_is_drawn(tmp_path: Path, rates: tuple[str, ...]) -> None:
     entries = step_report.at_rates({rate: turns_at(100.0 if rate == "None" else float(rate)) for rate in rates})
     step_report.print_table(entries)
-    content = {
-        "machine": MACHINE,
-        "subject": "BERT",
-        "findings": ["one", "two"],
-        "waiting": 0.94,
-        "rates": entries,
-    }
+    content = {"machine": MACHINE, "subject": "BERT", "findings": ["one", "two"], "waiting": 0.94, "rates": entries}
     step_plots.draw(content, tmp_path / "steps.png")
     assert (tmp_path / "steps.png").read_bytes()[1:4] == b"PNG"
 
