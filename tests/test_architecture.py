@@ -8,7 +8,7 @@ what is listed and breaks no rule any more, so that the lists can only shrink.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
 
@@ -173,8 +173,8 @@ def relative(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+def module_name(path: Path, root: Path = PACKAGE.parent) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
 def room_of(path: Path) -> str | None:
@@ -220,7 +220,9 @@ def function_imports(path: Path) -> frozenset[str]:
     return frozenset(imported(inside))
 
 
-def imported(nodes: Iterable[ast.AST]) -> set[str]:
+def imported(nodes: Iterable[ast.AST], modules: Set[str] | None = None) -> set[str]:
+    """Modules that imports name, of `modules`: by default the library's."""
+    modules = MODULES if modules is None else modules
     names = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -228,10 +230,10 @@ def imported(nodes: Iterable[ast.AST]) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 submodule = f"{node.module}.{alias.name}"
-                names.add(submodule if submodule in MODULES else node.module)
+                names.add(submodule if submodule in modules else node.module)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             names |= matching(node.args[0])
-    return names & MODULES
+    return names & modules
 
 
 def matching(name: ast.expr) -> set[str]:

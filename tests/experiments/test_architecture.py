@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.test_architecture import (
+    MOST_ARGUMENTS,
+    MOST_LINES,
+    MOST_LINES_OF_A_FUNCTION,
+    circles,
+    count_arguments,
+    defined,
+    imported,
+    module_name,
+    nodes_of,
+    tree_of,
+)
+
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "experiments"
-
 FLOORS = {"common": 0, "tasks": 1, "training": 2}
 CLAIM = 3
 """The floor of every other folder: what reproduces a claim."""
@@ -20,85 +31,36 @@ ABOVE = {"redraw.py": 4}
 WITHIN = {("ethernet", "cluster"): 0, ("ethernet", "race"): 1}
 """The folders inside a claim, from below."""
 
-MOST_LINES = 400
-MOST_LINES_OF_A_FUNCTION = 60
-MOST_ARGUMENTS = 12
-
 FILES = sorted(PACKAGE.rglob("*.py"))
-MODULES = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__") for path in FILES}
-CLAIMS = sorted(
-    path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists() and FLOORS.get(path.name, CLAIM) == CLAIM
-)
-
-
-def name_of(path: Path) -> str:
-    return str(path.relative_to(PACKAGE))
-
-
-def imported_modules(path: Path) -> set[str]:
-    """Modules of experiments/ that a file imports, inside functions and for type checking too."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                submodule = f"{node.module}.{alias.name}"
-                names.add(submodule if submodule in MODULES else node.module)
-    return {name for name in names if name.split(".")[0] == "experiments"}
-
-
-def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+NAMES = {path: module_name(path, REPOSITORY) for path in FILES}
+IMPORTS = {path: imported(nodes_of(path), {*NAMES.values()}) for path in FILES}
+CLAIMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py") if path.parent.name not in FLOORS)
 
 
 def test_imports_only_from_floors_below() -> None:
-    for path, module in ((one, module) for one in FILES for module in imported_modules(one)):
-        own = path.relative_to(PACKAGE).parts
-        assert module in MODULES, f"{name_of(path)} imports {module}, which does not exist"
-        other = tuple(module.split(".")[1:])
-        if own[0] != other[0]:
+    for path, module in ((one, module) for one in FILES for module in IMPORTS[one]):
+        own, other = path.relative_to(PACKAGE).parts, tuple(module.split(".")[1:])
+        if other and own[0] != other[0]:
             floor, below = (FLOORS | ABOVE).get(own[0], CLAIM), FLOORS.get(other[0], CLAIM)
-            assert below < floor, f"{name_of(path)} must not import {module}"
+            assert below < floor, f"{path} must not import {module}"
         elif own[:2] in WITHIN and other[:2] != own[:2]:
-            assert other[:2] in WITHIN, f"{name_of(path)} must not import {module}"
-            assert WITHIN[other[:2]] < WITHIN[own[:2]], f"{name_of(path)} must not import {module}"
+            assert other[:2] in WITHIN, f"{path} must not import {module}"
+            assert WITHIN[other[:2]] < WITHIN[own[:2]], f"{path} must not import {module}"
 
 
 def test_there_are_no_circles() -> None:
-    graph = {
-        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): imported_modules(path)
-        for path in FILES
-    }
-    done: set[str] = set()
-
-    def visit(module: str, trail: tuple[str, ...]) -> None:
-        assert module not in trail, " -> ".join((*trail, module))
-        if module not in done:
-            for target in graph[module]:
-                visit(target, (*trail, module))
-            done.add(module)
-
-    for module in graph:
-        visit(module, ())
+    assert circles({NAMES[path]: IMPORTS[path] for path in FILES}) == []
 
 
 def test_files_and_functions_fit_in_the_head() -> None:
     for path in FILES:
-        source, where = path.read_text(), name_of(path)
-        tree = ast.parse(source)
-        assert source.count("\n") <= MOST_LINES, where
-        assert ast.get_docstring(tree), f"{where}: a module says why it exists"
-        assert not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree)), f"{where}: absolute"
-        for function in functions(path):
+        assert path.read_text().count("\n") <= MOST_LINES, path
+        assert ast.get_docstring(tree_of(path)), f"{path}: a module says why it exists"
+        assert not any(isinstance(node, ast.ImportFrom) and node.level for node in nodes_of(path)), f"{path}: absolute"
+        for name, function, _ in defined(tree_of(path)):
             assert function.end_lineno is not None
-            lines = function.end_lineno - function.lineno + 1
-            assert lines <= MOST_LINES_OF_A_FUNCTION, f"{where}: {function.name} has {lines} lines"
-            given = function.args
-            arguments = len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs)
-            assert function.name == "__init__" or arguments <= MOST_ARGUMENTS, f"{where}: {function.name}: {arguments}"
+            assert function.end_lineno - function.lineno < MOST_LINES_OF_A_FUNCTION, f"{path}: {name}"
+            assert function.name == "__init__" or count_arguments(function) <= MOST_ARGUMENTS, f"{path}: {name}"
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
@@ -111,7 +73,6 @@ def test_make_runs_every_claim_and_nothing_that_is_not_there() -> None:
     commands = re.findall(r"-m (experiments\.[\w.]+)", (REPOSITORY / "Makefile").read_text())
     assert {command.split(".")[1] for command in commands} == {*CLAIMS, "redraw"}
     for command in commands:
-        assert command in MODULES
         module = PACKAGE.joinpath(*command.split(".")[1:])
         runnable = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
         assert 'if __name__ == "__main__":' in runnable.read_text()
