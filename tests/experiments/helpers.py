@@ -1,7 +1,8 @@
-"""A task small enough to train in milliseconds, and commands that start real ranks."""
+"""A task small enough to train in milliseconds, finished runs, and results that were written."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from experiments.training.optimizers import engine_section
 from experiments.training.plans import Plan
+from experiments.training.trainer import Curve, Outcome
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -52,3 +54,20 @@ def write_text(path: Path, lines: int) -> Path:
     goods = ("apples", "bread", "candles", "dates", "eggs")
     path.write_text("".join(f"day {day}: {goods[day % 5]} and {day % 7} {goods[day % 3]}\n" for day in range(lines)))
     return path
+
+
+def written(folder: Path, name: str) -> dict[str, Any]:
+    """The results of an experiment, which has drawn them too and names no folder of this machine."""
+    text = (folder / f"{name}.json").read_text()
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert str(folder) not in text
+    content: dict[str, Any] = json.loads(text)
+    return content
+
+
+def outcome(final_loss: float, bytes_sent: int = 1000, frozen_at: int | None = None, seed: int = 0) -> Outcome:
+    """A run of ten validations whose loss falls to `final_loss`."""
+    points = range(1, 11)
+    sent, losses = [bytes_sent * point // 10 for point in points], [final_loss * (2 - point / 10) for point in points]
+    curve = Curve([10 * point for point in points], sent, losses)
+    return Outcome(seed, 123, final_loss, bytes_sent, bytes_sent // 100, frozen_at, 1.5, curve)

@@ -30,7 +30,6 @@ ABOVE = {"redraw.py": 4}
 """What serves all claims."""
 WITHIN = {("ethernet", "cluster"): 0, ("ethernet", "race"): 1}
 """The folders inside a claim, from below."""
-
 FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = {path: module_name(path, REPOSITORY) for path in FILES}
 IMPORTS = {path: imported(nodes_of(path), {*NAMES.values()}) for path in FILES}

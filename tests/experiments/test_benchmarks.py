@@ -1,0 +1,268 @@
+"""Benchmarks write what they say; peers do what kernels do; and the compiler makes short code of the CUDA kernels."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.benchmarks import attention_gpu, codec_errors, engine, frozen_step, kernels
+from experiments.benchmarks.attention_gpu_case import Case, Result
+from experiments.benchmarks.engine_step_time import BASELINE, REDUNDANCY
+from experiments.benchmarks.kernel_code import ARCHITECTURES, BLOCK_SIZES, COUNTED, compile_kernels
+from experiments.benchmarks.kernel_peers import (
+    cpu_copies,
+    cpu_fills,
+    eager_decode_mean,
+    eager_encode,
+    eager_encode_as_deepspeed,
+)
+from experiments.benchmarks.machine_code import Compiler, Program, disassemble, find_tool, resources
+from tests.compiled import compiled
+from tests.experiments.helpers import written
+from tests.launching import Jobs
+from thinwire.compress.kernels.calls import Decode, Encode
+from thinwire.compress.kernels.loading import execute
+from thinwire.compress.packet_layout import HEADER_BYTES, packet_bytes
+
+# Instructions an element on sm_90: half of what the kernels took that divided element by element.
+LIMITS = {
+    "decode_sign1": 18.5,
+    "decode_mean_sign1": 29.5,
+    "encode_sign1": 30,
+    "decode_and_move_plain_sign1": 36,
+    "average_and_encode_sign1": 50,
+}
+
+
+class Remarked(Exception):  # noqa: N818 - no error: what a compiler may do
+    """Code that came with a log."""
+
+
+class KeepingCompiler(Compiler):
+    """Keeps code that came without a log: a minute of compiling, which unchanged sources need once."""
+
+    def compile(self, source: str, options: Sequence[str]) -> tuple[bytes, str]:
+        """See Compiler."""
+        compile_now = super().compile
+
+        def compile_to(path: Path) -> None:
+            code, log = compile_now(source, options)
+            if log:
+                raise Remarked(code, log)
+            path.write_bytes(code)
+
+        made_of = [one.encode() for one in (self.version, source, *options)]
+        try:
+            return compiled("kernels", made_of, compile_to, suffix=".cubin").read_bytes(), ""
+        except Remarked as remarked:
+            code, log = remarked.args
+            return code, log
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    if not all(map(find_tool, ("cuobjdump", "nvdisasm"))):
+        pytest.skip("cuobjdump and nvdisasm, of the CUDA toolkit or Triton, are not installed")
+    try:
+        return KeepingCompiler()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_kernel_spills(compiler: Compiler, architecture: int) -> None:
+    if architecture not in compiler.architectures:
+        pytest.skip(f"this NVRTC does not know sm_{architecture}")
+    programs: dict[str, Program] = {}
+    for _, code in compile_kernels(compiler, architecture, BLOCK_SIZES[:1]):
+        used = resources(code)
+        assert used
+        assert {name: taken for name, taken in used.items() if taken.spilled_bytes or taken.registers > 64} == {}
+        if architecture == 90 and used.keys() & LIMITS.keys():
+            programs |= disassemble(code)
+    for name, limit in LIMITS.items() if architecture == 90 else ():
+        counted = COUNTED[name]
+        assert programs[name].fewest_issued(counted.stored, counted.loads, counted.fused) / counted.elements <= limit, (
+            name
+        )
+
+
+LOOP = Program(
+    [
+        "MOV R0, 0x4",
+        "@P0 BRA `(.rare)",
+        "LDG.E R2, desc[UR4][R2.64]",  # 2: the loop
+        "IADD3 R0, R0, -0x1, RZ",
+        "@P1 BRA `(.loop)",
+        "STG.E.128 desc[UR4][R2.64], R4",
+        "EXIT",
+        "STG.E.U16 desc[UR4][R2.64], R4",  # 7: rare
+        "@P2 EXIT",
+        "BRA `(.loop)",
+    ],
+    {".loop": 2, ".rare": 7},
+)
+
+
+@pytest.mark.parametrize(
+    ("stored", "loads", "issued"), [(16, 1, 7), (16, 4, 7 + 3 * 3), (18, 1, 10), (2, 0, 4), (0, 0, 4)]
+)
+def test_the_shortest_way_is_counted(stored: int, loads: int, issued: int) -> None:
+    assert LOOP.fewest_issued(stored, loads) == issued
+
+
+def test_what_no_way_stores_is_refused() -> None:
+    with pytest.raises(ValueError, match="stores 100 bytes"):
+        LOOP.fewest_issued(100, 0)
+
+
+def results(main: Callable[[Sequence[str]], int], tmp_path: Path, arguments: str) -> dict[str, Any]:
+    """What a benchmark writes, into a folder that it makes."""
+    output = tmp_path / "new" / "numbers.json"
+    assert main([*arguments.split(), "--output", str(output)]) == 0
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+def test_kernels_write_numbers_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = results(kernels.main, tmp_path, "--elements 64K --repetitions 1")
+    assert found["elements"] == 65536
+    names = [result["name"] for result in found["results"]]
+    assert {"copy, torch", "sign1 encode", "stat2 encode", "int4 decode", "int8 decode and average 4"} <= set(names)
+    assert all(result["milliseconds"] > 0 for result in found["results"])
+    assert "sign1 encode" in capsys.readouterr().out
+    assert (tmp_path / "new" / "numbers.png").stat().st_size > 1000
+
+
+def test_frozen_steps_write_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = results(frozen_step.main, tmp_path, "--layers 1 --ranks 1 --rounds 1")
+    assert found["elements"] == 263680
+    names = {(result["name"], result["dtype"]) for result in found["results"]}
+    wanted = {("1-bit Adam, frozen", "fp32"), ("1-bit Adam, stage 1, frozen", "bf16"), (frozen_step.NOTHING, "fp32")}
+    assert wanted <= names
+    assert all(result["milliseconds"] > 0 for result in found["results"])
+    assert "1-bit Adam, frozen" in capsys.readouterr().out
+
+
+def test_codec_errors_write_numbers(tmp_path: Path) -> None:
+    found = results(codec_errors.main, tmp_path, "--steps 2")["results"]
+    assert [(one["codec"], one["block_size"]) for one in found] == codec_errors.CONTENDERS
+    for values in ("Gaussian", "outer gradient"):
+        lost = {(one["codec"], one["block_size"]): one["lost"][values] for one in found}
+        assert lost["sign1", 2048] > lost["stat2", 2048] > lost["int4", 2048] > lost["int4", 128] > lost["fp8", 2048]
+    assert next(one for one in found if one["block_size"] == 128)["bits"] == 4.25
+
+
+ELEMENTS, BLOCK_SIZE = 6 * 2048, 2048
+
+
+@pytest.mark.parametrize("eager", [eager_encode, eager_encode_as_deepspeed])
+def test_eager_encode_does_what_the_kernel_does(eager: Callable[..., None]) -> None:
+    payload, residual = torch.randn(2, ELEMENTS)
+    lost = payload.clone()
+    packet = torch.zeros(1, packet_bytes("sign1", ELEMENTS, BLOCK_SIZE), dtype=torch.uint8)
+    execute(Encode("sign1", lost, residual, packet, ELEMENTS, BLOCK_SIZE))
+    wanted, split = packet[0, HEADER_BYTES:], 4 * ELEMENTS // BLOCK_SIZE
+    found = torch.zeros_like(wanted)
+    eager(payload, residual, found, BLOCK_SIZE)
+    torch.testing.assert_close(found[:split].view(torch.float32), wanted[:split].clone().view(torch.float32))
+    assert torch.equal(found[split:], wanted[split:])
+    torch.testing.assert_close(payload if eager is eager_encode else residual, lost)
+
+
+def test_eager_mean_does_what_the_kernel_does() -> None:
+    packets = torch.zeros(3, packet_bytes("sign1", ELEMENTS, BLOCK_SIZE), dtype=torch.uint8)
+    for row in packets.unbind():
+        execute(Encode("sign1", torch.randn(ELEMENTS), None, row.unsqueeze(0), ELEMENTS, BLOCK_SIZE))
+    wanted, output = torch.empty(2, ELEMENTS)
+    execute(Decode("sign1", packets, wanted, ELEMENTS, BLOCK_SIZE, mean=True))
+    eager_decode_mean(packets[:, HEADER_BYTES:], output, BLOCK_SIZE)
+    torch.testing.assert_close(output, wanted)
+
+
+def test_every_copy_copies_and_every_fill_fills() -> None:
+    source, target = torch.randn(2, ELEMENTS)
+    copies, fills = cpu_copies(source, target), cpu_fills(target)
+    assert list(copies) == ["copy, torch", "copy, numpy", "copy, streaming"]
+    assert list(fills) == ["fill, torch", "fill, streaming"]
+    for work, wanted in [(one, source) for one in copies.values()] + [
+        (one, torch.ones(ELEMENTS)) for one in fills.values()
+    ]:
+        target.zero_()
+        work()
+        assert torch.equal(target, wanted)
+
+
+def test_a_line_for_each_kernel_and_case_and_a_cell_for_each_gpu() -> None:
+    pytest.importorskip("triton")
+    from experiments.benchmarks.triton_resources import table
+
+    where = {"dtype": "bfloat16", "case": "width 64, masks: BERT", "spills": 0}
+    rows = [
+        {**where, "capability": 90, "kernel": "forward", "registers": 221, "shared": 41984},
+        {**where, "capability": 80, "kernel": "forward", "registers": 140, "shared": 16512},
+        {**where, "capability": 80, "kernel": "keys", "registers": 249, "shared": 20608, "spills": 2},
+    ]
+    assert table(rows).splitlines() == [
+        "| kernel | dtype | case | sm_80 | sm_90 |",
+        "| --- | --- | --- | --- | --- |",
+        "| forward | bfloat16 | width 64, masks: BERT | 140 / 0 / 16 | 221 / 0 / 41 |",
+        "| keys | bfloat16 | width 64, masks: BERT | 249 / 2 / 20 |  |",
+    ]
+
+
+def test_ratios() -> None:
+    times = {"thinwire": 2.0, "FlexAttention, compiled": 3.0, "dense, flash": 20.0}
+    results = [Result(name, "forward", 4096, 128, 64, 0.25, time) for name, time in times.items()]
+    results.append(Result("thinwire", "training", 4096, 64, 64, 0.25, 4.0))
+    whole, alone = attention_gpu.summarise(results)
+    assert (whole["times_faster_than_flex"], whole["times_faster_than_dense"]) == (1.5, 10.0)
+    assert whole["of_one_over_density"] == 2.5
+    assert (alone["mode"], alone["times_faster_than_flex"], alone["of_one_over_density"]) == ("training", None, None)
+
+
+@pytest.mark.parametrize(
+    ("program", "seconds", "why"),
+    [
+        ("import os; os.abort()", 60, "exit code -6"),
+        ("raise RuntimeError('illegal memory access')", 60, "RuntimeError: illegal memory access"),
+        ("print('no figures')", 60, "JSONDecodeError"),
+        ("pass", -1, "no time was left"),
+    ],
+)
+def test_a_crash_loses_one_case_and_says_why(program: str, seconds: float, why: str) -> None:
+    found, (missing,) = attention_gpu.run_case([sys.executable, "-c", program], Case(4096, 64, 128, 1), seconds)
+    assert found == []
+    assert why in missing["why"]
+    assert (missing["length"], missing["block"], missing["head_size"]) == (4096, 64, 128)
+
+
+def test_ratios_pair_rounds() -> None:
+    summary = engine.summarise({BASELINE: [100.0, 400.0, 200.0], "other": [150.0, 600.0, 300.0]})
+    assert summary[BASELINE].milliseconds[1] == 200
+    assert summary["other"].ratio_to_ddp == (1.5, 1.5, 1.5)
+    low, middle, high = summary["other"].milliseconds
+    assert low < middle == 300 < high
+
+
+@pytest.mark.launch
+def test_the_engine_writes_numbers_and_picture(tmp_path: Path, jobs: Jobs) -> None:
+    sizes = ["--model", "tiny", "--batch-size", "2", "--rounds", "1", "--memory-ranks", "2"]
+    ended = jobs.alone("-m", "experiments.benchmarks.engine", *sizes, "--output", str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    found = written(tmp_path, "bench_engine")
+    times = found["step_time"]["milliseconds"]
+    assert {BASELINE, REDUNDANCY, "stage 2, fused AdamW, overlap_comm", "stage 1, 1-bit Adam, frozen"} <= times.keys()
+    assert all(len(rounds) == 1 and min(rounds) > 0 for rounds in times.values())
+    systems = found["memory"]["systems"]
+    assert list(systems) == [*(f"stage {n}, AdamW" for n in range(4)), *(f"stage {n}, 1-bit Adam" for n in (1, 2))]
+    for one in systems.values():
+        assert one["held"] == pytest.approx(one["formula"], rel=0.15)  # shards of whole blocks weigh in a tiny model
+    assert "1-bit Adam, frozen" in ended.stdout

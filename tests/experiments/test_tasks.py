@@ -1,0 +1,295 @@
+"""The data that experiments train on: texts, tokens, passages, packed and masked batches, characters."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from experiments.common.errors import InputError
+from experiments.tasks import next_character, tokenizer
+from experiments.tasks.batches import MaskedBatches, pack, random_batch
+from experiments.tasks.corpus import Corpus, load
+from experiments.tasks.masking import IGNORED, mask_tokens
+from experiments.tasks.next_character import CharacterModelSize, NextCharacterTask, Text, share_text
+from experiments.tasks.passages import Passages, read_texts, share_passages
+from experiments.tasks.tokenizer import CLS, MASK, SEP, SPECIAL_TOKENS, train_tokenizer
+from tests.experiments.helpers import write_text
+from thinwire.comm import Communicator, threads
+
+
+def write(folder: Path, name: str, content: bytes | str) -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_standard_library_is_the_default_and_splits_by_files() -> None:
+    corpus = load()
+    assert sum(map(len, corpus.training)) > 5_000_000
+    assert not set(corpus.training) & set(corpus.validation)
+    share = len(corpus.validation) / (len(corpus.validation) + len(corpus.training))
+    assert share == pytest.approx(0.05, abs=0.005)
+
+
+def test_many_files_are_held_out_whole(tmp_path: Path) -> None:
+    files = [write(tmp_path, f"{index:02}.txt", f"text number {index}") for index in range(45)]
+    corpus = load(files)
+    assert corpus.validation == ["text number 0", "text number 20", "text number 40"]
+    assert len(corpus.training) == 42
+
+
+def test_a_single_file_is_cut_between_words(tmp_path: Path) -> None:
+    text = " ".join(f"word{index}" for index in range(1000))
+    corpus = load([write(tmp_path, "one.txt", text)])
+    assert corpus.training[0] + corpus.validation[0] == text
+    assert corpus.validation[0].startswith(" word")
+    assert len(corpus.validation[0]) == pytest.approx(len(text) / 20, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(b" \n\t ", "is empty"), (b"\x89PNG\r\n\x1a\n\0\0", "is not text"), ("Grüße".encode("latin-1"), "is not text")],
+)
+def test_unusable_files_are_named(tmp_path: Path, content: bytes, complaint: str) -> None:
+    good, bad = write(tmp_path, "good.txt", "some text"), write(tmp_path, "bad.txt", content)
+    with pytest.raises(InputError, match=rf"bad\.txt.*{complaint}"):
+        load([good, bad])
+
+
+DOCUMENTS = [f"def function_{n}(value: int) -> int:\n    return value * {n} + offset_{n % 7}\n" for n in range(300)]
+
+
+def test_text_survives_encoding_and_documents_are_joined_by_separators() -> None:
+    trained = train_tokenizer(DOCUMENTS, 200)
+    assert trained.get_vocab() == train_tokenizer(DOCUMENTS, 200).get_vocab()
+    numbers = tokenizer.encode(trained, ["return value"])
+    assert numbers[-1] == SEP
+    assert trained.decode(numbers[:-1].tolist()) == "return value"
+    assert (tokenizer.encode(trained, DOCUMENTS[:9]) == SEP).sum() == 9
+    assert tokenizer.encode(trained, []).shape == (0,)
+
+
+def test_special_tokens_spelled_out_in_the_text_are_text() -> None:
+    text = "[SEP] [MASK] # #e ##e"
+    numbers = tokenizer.encode(train_tokenizer([*DOCUMENTS, text] * 2, 250), [text])
+    assert (numbers[:-1] >= len(SPECIAL_TOKENS)).all()
+
+
+def test_a_vocabulary_without_room_for_the_alphabet_is_refused() -> None:
+    with pytest.raises(InputError, match="--vocab-size 20 is too small"):
+        train_tokenizer(DOCUMENTS, 20)
+
+
+TEXTS = {"letters": "a b c d e f g h " * 40, "numbers": "1 2 3 4 5 6 7 8\n" * 60}
+
+
+def shared(ranks: int = 1, length: int = 4, texts: dict[str, str] = TEXTS) -> list[Passages]:
+    def rank(comm: Communicator) -> Passages:
+        return share_passages(comm, lambda: texts, 60, length)
+
+    return threads.run(rank, ranks)
+
+
+def test_every_rank_gets_the_passages_of_rank_0() -> None:
+    first, *others = shared(3)
+    assert first.classes == ("letters", "numbers")
+    for other in others:
+        assert (other.classes, other.vocabulary) == (first.classes, first.vocabulary)
+        assert torch.equal(other.tokens, first.tokens)
+        assert torch.equal(other.labels, first.labels)
+
+
+def test_texts_give_alike_many_passages_in_three_parts() -> None:
+    (passages,) = shared()
+    count = len(passages.labels) // 2
+    assert count >= 80
+    assert passages.labels.tolist() == [0] * count + [1] * count
+    assert passages.tokens.shape == (2 * count, 5)
+    assert (passages.tokens[:, 0] == CLS).all()
+    parts = [passages.of_part(part) for part in range(3)]
+    assert sum(map(len, parts)) == 2 * count
+    assert len(parts[1]) == len(parts[2]) == pytest.approx(2 * count / 10, abs=2)
+    letters = {token for sample in parts[0] if sample["labels"] == 0 for token in sample["input_ids"][1:].tolist()}
+    numbers = {token for sample in parts[0] if sample["labels"] == 1 for token in sample["input_ids"][1:].tolist()}
+    assert len(letters & numbers) <= 1  # what closes a text
+
+
+def test_files_are_classes(tmp_path: Path) -> None:
+    files = [write_text(tmp_path / f"{name}.txt", 20) for name in ("one", "two")]
+    texts = read_texts(files)
+    assert list(texts) == ["one", "two"]
+    assert texts["one"] == files[0].read_text()
+    with pytest.raises(InputError, match="takes two text files or more"):
+        read_texts(files[:1])
+    with pytest.raises(InputError, match="takes two text files or more, of different names"):
+        read_texts([files[0], files[0]])
+    with pytest.raises(InputError, match="absent"):
+        read_texts([files[0], tmp_path / "absent"])
+
+
+def test_packing_keeps_the_order_and_frames_each_sequence() -> None:
+    run = np.arange(FIRST, FIRST + 25, dtype=np.int32)
+    sequences = pack(run, 10)
+    assert sequences.shape == (3, 10)
+    assert (sequences[:, 0] == CLS).all()
+    assert (sequences[:, -1] == SEP).all()
+    assert np.array_equal(sequences[:, 1:-1].ravel(), run[:24])
+
+
+def test_too_few_tokens_for_a_sequence_are_refused() -> None:
+    with pytest.raises(InputError, match="--sequence-length"):
+        pack(np.arange(7, dtype=np.int32), 10)
+
+
+def test_a_batch_depends_on_seed_step_and_rank_only() -> None:
+    sequences = pack(tokens(1, 5000).ravel().astype(np.int32), 12)
+    batches, again = MaskedBatches(sequences, VOCABULARY), MaskedBatches(sequences, VOCABULARY)
+    first = batches.training(seed=3, step=7, rank=1, ranks=2, size=5)
+    batches.training(seed=3, step=8, rank=1, ranks=2, size=5)
+    repeated = again.training(seed=3, step=7, rank=1, ranks=2, size=5)
+    assert all(torch.equal(a, b) for a, b in zip(first, repeated, strict=True))
+    for other in (
+        {"seed": 4, "step": 7, "rank": 1},
+        {"seed": 3, "step": 8, "rank": 1},
+        {"seed": 3, "step": 7, "rank": 0},
+    ):
+        assert not bool((batches.training(**other, ranks=2, size=5)[0] == first[0]).all())
+
+
+def test_a_pass_over_the_corpus_meets_every_sequence_once() -> None:
+    count, ranks, size = 24, 3, 2
+    sequences = np.full((count, 6), SEP, dtype=np.int32)
+    sequences[:, 1] = np.arange(count)
+    batches = MaskedBatches(sequences, VOCABULARY)
+    batches_of_a_pass = (
+        batches.training(seed=0, step=step, rank=rank, ranks=ranks, size=size)
+        for step in range(count // (ranks * size))
+        for rank in range(ranks)
+    )
+    seen = sorted(_origin(inputs, labels) for pair in batches_of_a_pass for inputs, labels in zip(*pair, strict=True))
+    assert seen == list(range(count))
+
+
+def _origin(inputs: Tensor, labels: Tensor) -> int:
+    """The number in second place, whether it was masked or not."""
+    return int(inputs[1]) if int(labels[1]) == IGNORED else int(labels[1])
+
+
+def test_random_batches_ask_for_every_sixth_token() -> None:
+    inputs, labels = random_batch(3, 13, VOCABULARY, seed=4)
+    asked = labels != IGNORED
+    assert asked.sum(dim=1).tolist() == [3, 3, 3]
+    assert torch.equal(labels[asked], inputs[asked])
+    assert int(inputs.min()) >= FIRST
+    assert torch.equal(inputs, random_batch(3, 13, VOCABULARY, seed=4)[0])
+    assert not torch.equal(inputs, random_batch(3, 13, VOCABULARY, seed=5)[0])
+
+
+VOCABULARY = 500
+FIRST = len(SPECIAL_TOKENS)
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(FIRST, VOCABULARY, (rows, length))
+
+
+def test_proportions_are_those_of_the_paper() -> None:
+    original = tokens(2000, 100)
+    inputs, labels = mask_tokens(original, VOCABULARY, np.random.default_rng(1))
+    chosen = labels != IGNORED
+    assert chosen.mean() == pytest.approx(0.15, abs=0.005)
+    assert (inputs[chosen] == MASK).mean() == pytest.approx(0.8, abs=0.01)
+    assert (inputs[chosen] == original[chosen]).mean() == pytest.approx(0.1 + 0.1 / VOCABULARY, abs=0.01)
+
+
+@given(rows=st.integers(1, 6), length=st.integers(1, 40), seed=st.integers(0, 2**32))
+def test_only_chosen_ordinary_tokens_change(rows: int, length: int, seed: int) -> None:
+    original = np.random.default_rng(seed).integers(0, VOCABULARY, (rows, length))
+    before = original.copy()
+    inputs, labels = mask_tokens(original, VOCABULARY, np.random.default_rng(seed))
+    chosen = labels != IGNORED
+    assert np.array_equal(original, before)
+    assert np.array_equal(inputs[~chosen], original[~chosen])
+    assert np.array_equal(labels[chosen], original[chosen])
+    assert (original[chosen] >= FIRST).all()
+    assert (chosen.any(axis=1) == (original >= FIRST).any(axis=1)).all()
+    assert ((inputs[chosen] == MASK) | (inputs[chosen] >= FIRST)).all()
+
+
+SIZE = CharacterModelSize(layers=2, width=24, heads=3, length=12)
+
+
+@pytest.fixture
+def task() -> NextCharacterTask:
+    return NextCharacterTask(
+        next_character.encode("abcdefgh " * 300, "abcdefgh " * 20), SIZE, batch_size=3, validation_windows=10
+    )
+
+
+def test_frequent_characters_have_numbers_as_many_as_bytes_and_rare_ones_share_one() -> None:
+    text = next_character.encode("b" * 6000 + "a" * 5999 + "é" * 2 + "z", "abéz")
+    assert text.kinds == 4
+    assert text.validation.tolist() == [2, 1, 3, 0]
+    assert (text.training[:6000] == 1).all()
+    text = next_character.encode("".join(map(chr, range(0x4E00, 0x4E00 + 400))), "")
+    assert (text.kinds, text.training.max()) == (256, 255)
+
+
+def test_every_rank_gets_the_text_of_rank_0() -> None:
+    def rank(comm: Communicator) -> Text:
+        return share_text(comm, lambda: Corpus(["to be", "or not"], ["that is the question"]), 4)
+
+    first, *others = threads.run(rank, 3)
+    assert len(first.training) == len("to be\nor not")
+    for other in others:
+        assert other.kinds == first.kinds
+        assert np.array_equal(other.training, first.training)
+        assert np.array_equal(other.validation, first.validation)
+
+
+def test_a_text_without_a_window_is_refused_on_every_rank() -> None:
+    def rank(comm: Communicator) -> None:
+        with pytest.raises(InputError, match="its held-out text has 3 characters, and a window takes 4"):
+            share_text(comm, lambda: Corpus(["long enough"], ["abc"]), 4)
+
+    threads.run(rank, 2)
+
+
+def test_no_place_sees_what_comes_after_it(task: NextCharacterTask) -> None:
+    model = task.build_model(3)
+    inputs = torch.randint(0, task.kinds, (2, SIZE.length), generator=torch.Generator().manual_seed(1))
+    changed = inputs.clone()
+    changed[:, 7] = (inputs[:, 7] + 1) % task.kinds
+    before, after = model(inputs), model(changed)
+    assert before.shape == (2, SIZE.length, task.kinds)
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
+    assert (before[:, 11] != after[:, 11]).any()
+
+
+def test_the_seed_decides_weights_and_batches(task: NextCharacterTask) -> None:
+    one, same, other = (task.build_model(seed).state_dict() for seed in (5, 5, 6))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["head.weight"], other["head.weight"])
+    model = task.build_model(5)
+    losses = [task.training_loss(model, *key, 2).item() for key in ((0, 1, 0), (0, 1, 0), (0, 1, 1), (0, 2, 0))]
+    assert losses[0] == losses[1]
+    assert len(set(losses)) == 3
+
+
+def test_ranks_share_the_held_out_windows(task: NextCharacterTask) -> None:
+    model = task.build_model(0)
+    with torch.no_grad():
+        shares = [task.validation_sum(model, rank, 3) for rank in range(3)]
+        whole, _ = task.validation_sum(model, 0, 1)
+    total, count = (sum(column) for column in zip(*shares, strict=True))
+    assert count == 10 * SIZE.length
+    assert total / count == pytest.approx(math.log(task.kinds), rel=0.2)
+    assert total == pytest.approx(whole, rel=1e-5)

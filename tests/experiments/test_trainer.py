@@ -1,0 +1,314 @@
+"""The training loop and its optimizers; findings, sweeps and pictures follow from its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from math import inf, log, nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import thinwire
+from experiments.common.errors import InputError
+from experiments.training import plotting
+from experiments.training.baseline import AveragedLamb
+from experiments.training.checkpoints import RunCheckpoints
+from experiments.training.findings import compare, headline
+from experiments.training.learners import EngineLearner, Learner, LoopLearner
+from experiments.training.optimizers import COMPRESSED, ENGINE, OPTIMIZERS, build, engine_section
+from experiments.training.plans import Plan
+from experiments.training.sweep import best_rate, sweep
+from experiments.training.trainer import Outcome, StepReport, Trainer
+from tests.experiments.helpers import PLAN, LineTask, engine_config, outcome
+from thinwire import OneBitLamb
+from thinwire.comm import Communicator, threads
+from thinwire.comm.traffic import sent_bytes
+from thinwire.engine import load_config
+
+LEARNERS = ("loop", "stage 0", "stage 1", "stage 2")
+
+
+def run(comm: Communicator, optimizer: str, plan: Plan = PLAN, kind: str = "loop") -> tuple[Trainer, list[StepReport]]:
+    task = LineTask()
+    model = task.build_model(plan.seed)
+    learner: Learner
+    if kind == "loop":
+        learner = LoopLearner(model, plan, optimizer, comm)
+    else:
+        config = engine_config(optimizer, int(kind[-1]), plan)
+        learner = EngineLearner(model, plan, config, comm)
+    trainer = Trainer(task, plan, learner, comm)
+    reports = []
+    while not trainer.finished:
+        reports.append(trainer.advance())
+    return trainer, reports
+
+
+@pytest.mark.parametrize(("optimizer", "kind"), [*((name, "loop") for name in OPTIMIZERS), ("onebit-adam", "stage 1")])
+def test_all_ranks_end_with_the_same_weights_and_curve(optimizer: str, kind: str) -> None:
+    first, second = threads.run(lambda comm: run(comm, optimizer, kind=kind)[0], 2)
+    assert first.curve == second.curve
+    assert all(map(torch.equal, first.learner.module.parameters(), second.learner.module.parameters()))
+
+
+@pytest.mark.parametrize("kind", LEARNERS[1:])
+def test_the_engine_learns_what_a_loop_by_hand_learns(kind: str) -> None:
+    by_hand, engine = (
+        threads.run(lambda comm, one=one: run(comm, "adamw", kind=one)[0], 2)[0] for one in ("loop", kind)
+    )
+    assert engine.curve.losses == pytest.approx(by_hand.curve.losses, rel=1e-5)
+    assert engine.curve.steps == by_hand.curve.steps
+    assert engine.curve.losses[-1] < engine.curve.losses[0]
+
+
+def test_adamw_sends_what_a_ring_all_reduce_sends() -> None:
+    elements = sum(parameter.numel() for parameter in LineTask().build_model(0).parameters())
+    trainer, reports = threads.run(lambda comm: run(comm, "adamw"), 3)[0]
+    a_step = -(-2 * 2 * 4 * elements // 3)
+    assert [report.bytes_sent for report in reports] == [a_step] * PLAN.steps
+    assert trainer.outcome.bytes_sent == PLAN.steps * a_step
+    assert {report.stage for report in reports} == {"exact"}
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_onebit_adam_reports_its_stages(kind: str) -> None:
+    trainer, reports = threads.run(lambda comm: run(comm, "onebit-adam", kind=kind), 2)[0]
+    stages = [report.stage for report in reports]
+    assert stages[0] == "warmup"
+    assert stages[3:] == ["1-bit"] * 9
+    assert trainer.outcome.frozen_at == 3
+    assert trainer.outcome.last_step_bytes == reports[-1].bytes_sent < reports[0].bytes_sent
+    assert trainer.outcome.bytes_sent == sum(report.bytes_sent for report in reports)
+
+
+def test_diloco_is_validated_at_its_outer_weights_and_sends_at_outer_steps_only() -> None:
+    def shown(comm: Communicator) -> tuple[Trainer, list[StepReport], list[torch.Tensor]]:
+        task, plan = LineTask(), replace(PLAN, steps=14, evaluate_every=6)
+        learner = LoopLearner(task.build_model(plan.seed), plan, "diloco", comm, every=4, overlap=0, codec="none")
+        trainer = Trainer(task, plan, learner, comm)
+        reports, seen = [], []
+        while not trainer.finished:
+            reports.append(trainer.advance())
+            own = torch.nn.utils.parameters_to_vector(learner.module.parameters())
+            with learner.evaluating():
+                seen += [own, torch.nn.utils.parameters_to_vector(learner.module.parameters())]
+        return trainer, reports, seen
+
+    (trainer, reports, first), (_, _, second) = threads.run(shown, 2)
+    assert [one.step for one in reports if one.bytes_sent] == [4, 8, 12, 14]  # and the last, so that all end alike
+    assert {one.stage for one in reports} == {"local"}
+    assert trainer.curve.steps == [6, 12, 14]
+    assert torch.equal(torch.stack(first[1::2]), torch.stack(second[1::2]))
+    assert not torch.equal(first[2 * 5], second[2 * 5])
+    assert torch.equal(first[-2], first[-1])
+
+
+def test_validation_happens_on_time_and_at_the_end() -> None:
+    plan = replace(PLAN, evaluate_every=5)
+    trainer, reports = threads.run(lambda comm: run(comm, "adamw", plan), 1)[0]
+    assert trainer.curve.steps == [5, 10, 12]
+    assert [report.step for report in reports if report.validation_loss is not None] == [5, 10, 12]
+
+
+def test_the_engine_follows_the_plans_rates() -> None:
+    def rates(comm: Communicator) -> list[float]:
+        task = LineTask()
+        learner = EngineLearner(task.build_model(0), PLAN, engine_config("adamw", 1), comm)
+        trainer = Trainer(task, PLAN, learner, comm)
+        seen = []
+        while not trainer.finished:
+            seen.append(learner.engine.get_lr()[0])
+            trainer.advance()
+        return seen
+
+    assert threads.run(rates, 1)[0] == pytest.approx([PLAN.rate_at(step) for step in range(PLAN.steps)])
+
+
+def groups() -> list[dict[str, object]]:
+    return [{"params": [nn.Parameter(torch.ones(65, 3))], "weight_decay": 0.25}]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_is_built_as_the_plan_says(name: str) -> None:
+    optimizer = build(name, groups(), PLAN, threads.single(60.0))
+    assert optimizer.param_groups[0]["lr"] == PLAN.learning_rate
+    assert optimizer.param_groups[0]["weight_decay"] == 0.25
+    assert optimizer.bytes_sent == 0
+    if name in COMPRESSED:
+        assert type(optimizer) is getattr(thinwire, COMPRESSED[name].class_name)
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_the_engine_takes_the_section_of_what_it_knows(name: str) -> None:
+    section = engine_section(name, 0.5, 7, weight_decay=0.125)
+    config = load_config({"train_batch_size": 4, "optimizer": section}, 2)
+    assert config.optimizer is not None
+    assert config.optimizer.type == OPTIMIZERS[name].class_name
+    assert config.optimizer.params["lr"] == 0.5
+    assert config.optimizer.params["weight_decay"] == 0.125
+    if name in COMPRESSED and COMPRESSED[name].freeze_option is not None:
+        assert config.optimizer.params[COMPRESSED[name].freeze_option] == 7
+
+
+THE_SAME = {"codec": "none", "fragments": 1, "overlap": 0, "mix": 0.0}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_it_learns_what_ours_learns(ranks: int) -> None:
+    def run(comm: Communicator, name: str, options: dict[str, Any]) -> tuple[Trainer, torch.Tensor]:
+        task = LineTask()
+        learner = LoopLearner(task.build_model(5), PLAN, name, comm, every=5, outer_lr=0.7, **options)
+        trainer = Trainer(task, PLAN, learner, comm)
+        while not trainer.finished:
+            trainer.advance()
+        return trainer, torch.nn.utils.parameters_to_vector(learner.module.parameters())
+
+    plain, *others = threads.run(lambda comm: run(comm, "plain-diloco", {}), ranks)
+    ours = threads.run(lambda comm: run(comm, "diloco", THE_SAME), ranks)[0]
+    assert plain[0].curve.losses == pytest.approx(ours[0].curve.losses, rel=1e-5)
+    outer_steps = 3  # after 5 steps, after 10, and after the last
+    assert plain[0].bytes_sent == outer_steps * sent_bytes("all_reduce", 4 * plain[1].numel(), ranks)
+    assert all(torch.equal(weights, plain[1]) for _, weights in others)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_lamb_is_the_warmup_of_1_bit_lamb(ranks: int) -> None:
+    def rank(comm: Communicator) -> list[list[nn.Parameter]]:
+        ends = []
+        for make in (AveragedLamb, lambda layers, comm, **options: OneBitLamb(layers, comm=comm, **options)):
+            random = torch.Generator().manual_seed(7)
+            layers = [nn.Parameter(torch.randn(size, generator=random)) for size in (5, 70)]
+            layers.append(nn.Parameter(torch.zeros(1)))  # a layer without a norm
+            optimizer = make(layers, comm, lr=0.02, weight_decay=0.1, max_coeff=3.0)
+            random.manual_seed(comm.rank)
+            for _ in range(40):
+                for layer in layers:
+                    layer.grad = torch.randn(layer.shape, generator=random)
+                optimizer.step()
+            ends.append(layers)
+        return ends
+
+    for plain, onebit in threads.run(rank, ranks):
+        for mine, warmup in zip(plain, onebit, strict=True):
+            torch.testing.assert_close(warmup, mine, rtol=1e-3, atol=1e-5)
+
+
+SETTINGS = {"model": "line", "steps": PLAN.steps}
+
+
+def start(comm: Communicator, optimizer: str) -> tuple[Trainer, EngineLearner]:
+    task = LineTask()
+    learner = EngineLearner(task.build_model(PLAN.seed), PLAN, engine_config(optimizer, 1), comm)
+    return Trainer(task, PLAN, learner, comm), learner
+
+
+def train(
+    comm: Communicator, optimizer: str, folder: Path, until: int, *, resume: bool = False
+) -> tuple[Trainer, list[torch.Tensor]]:
+    """Trains to a step and saves there, on a folder that all ranks share."""
+    trainer, learner = start(comm, optimizer)
+    checkpoints = RunCheckpoints(folder, comm, SETTINGS)
+    assert checkpoints.load(trainer, learner) is resume
+    while trainer.step < until:
+        trainer.advance()
+    checkpoints.save(trainer, learner)
+    return trainer, [parameter.detach().clone() for parameter in learner.module.parameters()]
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    optimizer = "onebit-adam"
+    whole = threads.run(lambda comm: train(comm, optimizer, tmp_path / "whole", PLAN.steps), 2)
+    threads.run(lambda comm: train(comm, optimizer, tmp_path / "parts", 7), 2)
+    resumed = threads.run(lambda comm: train(comm, optimizer, tmp_path / "parts", PLAN.steps, resume=True), 2)
+    for (one, mine), (other, theirs) in zip(whole, resumed, strict=True):
+        assert one.curve == other.curve
+        assert one.bytes_sent == other.bytes_sent
+        assert one.outcome.frozen_at == other.outcome.frozen_at
+        assert all(map(torch.equal, mine, theirs))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "steps", "complaint"),
+    [("adamw", 99, "steps was 12 and is now 99"), ("onebit-adam", PLAN.steps, "--resume cannot continue")],
+)
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, optimizer: str, steps: int, complaint: str) -> None:
+    threads.run(lambda comm: train(comm, "adamw", tmp_path, 2), 2)
+
+    def work(comm: Communicator) -> None:
+        with pytest.raises(InputError, match=complaint):
+            RunCheckpoints(tmp_path, comm, {**SETTINGS, "steps": steps}).load(*start(comm, optimizer))
+
+    threads.run(work, 2)
+
+
+def test_a_run_that_diverged_says_so() -> None:
+    diverged = outcome(float("nan"), frozen_at=3)
+    finding = compare([outcome(2.0)] * 2, [diverged, outcome(2.0, frozen_at=3)])
+    assert finding.claim == "diverged"
+    assert not finding.same_loss
+
+
+@pytest.mark.parametrize(("onebit", "same"), [(2.15, True), (2.25, False)])
+def test_several_seeds_allow_one_standard_deviation(onebit: float, same: bool) -> None:
+    finding = compare([outcome(1.8), outcome(2.2), outcome(2.0)], [outcome(onebit, frozen_at=2)] * 3)
+    assert finding.exact_deviation == pytest.approx(0.2)
+    assert finding.same_loss is same
+
+
+def test_a_headline_says_the_fewest_bytes_and_the_worst_loss() -> None:
+    better = compare([outcome(2.0, 3200)], [outcome(1.9, 100, frozen_at=20)])
+    worse = compare([outcome(2.0, 3200)], [outcome(2.06, 800, frozen_at=20)])
+    assert (
+        headline("1-bit Adam", "AdamW", [better]) == "1-bit Adam sends 32x fewer bytes and ends 5.0% below AdamW's loss"
+    )
+    both = headline("1-bit Adam", "AdamW", [better, worse])
+    assert both == "1-bit Adam sends 4.0x to 32x fewer bytes and ends at most 3.0% above AdamW's loss"
+    diverged = compare([outcome(2.0)], [outcome(float("nan"), frozen_at=3)])
+    assert headline("1-bit Adam", "AdamW", [better, diverged]) == "1-bit Adam diverged"
+
+
+@pytest.mark.parametrize(("best", "tried"), [(0.004, []), (0.001, [0.0005, 0.001]), (0.016, [0.016, 0.032])])
+def test_a_best_rate_at_an_end_is_followed(best: float, tried: list[float]) -> None:
+    losses = sweep(lambda rate: abs(log(rate / best)), (0.002, 0.004, 0.008))
+    assert best_rate(losses) == best
+    assert list(losses) == sorted({*tried, 0.002, 0.004, 0.008})
+
+
+def test_what_breaks_down_is_never_the_best() -> None:
+    assert best_rate({0.1: nan, 0.2: 3.0, 0.3: -inf}) == 0.2
+    assert sweep(lambda rate: 1.0 if rate < 0.3 else nan, (0.1, 0.2, 0.4)).keys() >= {0.05, 0.1, 0.2, 0.4}
+
+
+@pytest.mark.parametrize(("seeds", "sent"), [(1, 0), (3, 10**9)])
+def test_the_picture_is_drawn(tmp_path: Path, seeds: int, sent: int) -> None:
+    figure, axes = plotting.new_figure(2, "title", "subtitle")
+    for row in axes:
+        series = [
+            plotting.Series.of("adamw", [outcome(2.0 + seed / 10, sent) for seed in range(seeds)]),
+            plotting.Series.of("onebit-adam", [outcome(2.1 + seed / 10, sent // 9, 30) for seed in range(seeds)]),
+        ]
+        plotting.draw_comparison(row, series, "loss", plotting.Reference(3.0, "chance"))
+        plotting.title_row(row, "a row")
+    plotting.save(figure, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_series_average_what_differs_between_seeds() -> None:
+    series = plotting.Series.of("onebit-adam", [outcome(2.0, 1000, 20), outcome(3.0, 3000, 40)])
+    assert series.frozen_at == 30
+    assert series.bytes_sent[-1] == 2000
+    assert np.array_equal(series.losses[:, -1], [2.0, 3.0])
+
+
+def test_an_outcome_is_read_back_from_its_record() -> None:
+    finished, diverged = outcome(2.0, 1000, 30), outcome(float("nan"))
+    assert Outcome.of_record(asdict(finished)) == finished
+    record = asdict(diverged)
+    record["final_loss"] = record["curve"]["losses"][-1] = None
+    read = Outcome.of_record(record)
+    assert np.isnan(read.final_loss)
+    assert np.isnan(read.curve.losses[-1])
