@@ -6,15 +6,19 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.optim.subject import SUBJECTS, Subject
 from tests.optim.training import make_model, train
 from thinwire.comm import Communicator, threads
 from thinwire.optim import registry
+from thinwire.zero.memory import live_tensor_bytes
 
 ALONE = """
 import importlib.util, sys
@@ -75,7 +79,42 @@ def test_it_needs_no_torch() -> None:
     assert done.stdout.split() == list(registry.NAMES), done.stderr
 
 
-# What rank 0 says of bytes, where it speaks at all
+# Bytes: those held, and what rank 0 says of those sent, where it speaks at all
+
+LAMB = {"block_size": 2048}
+LOCAL = {"var_update_scaler": 1, "var_freeze_step": 6, "local_step_scaler": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "steps", "dtype", "expected"),
+    [
+        ("OneBitLamb", {**LAMB, "freeze_step": 100}, 2, None, lambda n: 8 + 8 / n),
+        ("OneBitLamb", {**LAMB, "freeze_step": 100}, 2, torch.bfloat16, lambda n: 4 + 12 / n),
+        ("OneBitLamb", {**LAMB, "freeze_step": 1}, 2, None, lambda n: 9.125 + 8 / n),
+        ("OneBitLamb", {**LAMB, "freeze_step": 1}, 2, torch.bfloat16, lambda n: 5.125 + 12 / n),
+        ("ZeroOneAdam", LOCAL, 4, None, lambda n: 16 + 8 / n),
+        ("ZeroOneAdam", LOCAL, 11, None, lambda n: 24 + 4 / n),
+        ("ZeroOneAdam", LOCAL, 4, torch.bfloat16, lambda n: 10 + 12 / n),
+        ("ZeroOneAdam", LOCAL, 11, torch.bfloat16, lambda n: 16 + 8 / n),
+    ],
+)
+def test_sharded_state_takes_the_bytes_an_element_that_docstrings_say(
+    name: str, options: dict[str, Any], steps: int, dtype: torch.dtype | None, expected: Callable[[int], float]
+) -> None:
+    """Between two steps, weights included, without gradients."""
+    numel = 4 * 2048 * 10  # shards without padding at 1 to 4 ranks
+
+    def body(comm: Communicator) -> float:
+        model = nn.Linear(numel, 1, bias=False)
+        optimizer = Subject(name, 1).build(model, comm, param_dtype=dtype, bucket_bytes=1 << 22, **options)
+        for _ in range(steps):
+            model(torch.ones(1, numel, dtype=model.weight.dtype)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return sum(live_tensor_bytes(model, optimizer).values()) / numel
+
+    for ranks in (1, 4):
+        assert max(threads.run(body, ranks)) == pytest.approx(expected(ranks), rel=0.01)
 
 
 def said(capsys: pytest.CaptureFixture[str], subject: Subject, steps: int, ranks: int = 2, **options) -> list[str]:

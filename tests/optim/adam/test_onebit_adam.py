@@ -126,50 +126,40 @@ def test_bf16_on_the_warmup_wire_halves_the_bytes_of_gradients(stage: int) -> No
     assert bf16 == pytest.approx(fp32 * (0.75 if stage else 0.5), rel=1e-3)  # sharded weights come back in fp32
 
 
-def test_gradients_accumulated_in_no_sync_leave_even_where_the_last_backward_does_not_reach_them() -> None:
+def accumulated(model, optimizer, inputs) -> None:
+    """The last backward does not reach what was accumulated in `no_sync`."""
+    with optimizer.no_sync():
+        model(inputs).square().mean().backward()
+    model[4].bias.sum().backward()
+
+
+def two_losses(model, optimizer, inputs) -> None:
+    """Over different parameters, each with a backward of its own."""
+    hidden = model[:2](inputs)
+    hidden.square().mean().backward()
+    model[2:](hidden.detach()).square().mean().backward()
+
+
+def checkpointed(model, optimizer, inputs) -> None:
+    hidden = torch.utils.checkpoint.checkpoint(model[:2], inputs.requires_grad_(), use_reentrant=True)
+    model[2:](hidden).square().mean().backward()
+
+
+@pytest.mark.parametrize("backward", [accumulated, two_losses, checkpointed])
+def test_unusual_backwards(backward) -> None:
     def rank(comm):
         model = make_model()
-        optimizer = make_optimizer(model, comm)
-        before = weights(model[0]).clone()
-        with optimizer.no_sync():
-            loss_of(model, comm.rank, 0).backward()
-        model[4].bias.sum().backward()
-        optimizer.step()
-        return not torch.equal(before, weights(model[0]))
-
-    assert threads.run(rank, 2) == [True, True]
-
-
-def test_two_losses_over_different_parameters_may_have_their_own_backward() -> None:
-    def rank(comm):
-        heads = nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)])
-        optimizer = make_optimizer(heads, comm)
-        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(comm.rank))
-        for _ in range(15):
-            optimizer.zero_grad()
-            heads[0](inputs).square().mean().backward()
-            (heads[1](inputs) - 1).square().mean().backward()
-            optimizer.step()
-        return weights(heads)
-
-    first, second = threads.run(rank, 2)
-    assert torch.equal(first, second)
-
-
-def test_reentrant_checkpointing() -> None:
-    def rank(comm):
-        model = make_model()
+        before = weights(model[0])
         optimizer = make_optimizer(model, comm, freeze_step=4, bucket_bytes=256)
         for step in range(10):
             optimizer.zero_grad()
-            inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step), requires_grad=True)
-            hidden = torch.utils.checkpoint.checkpoint(model[:2], inputs, use_reentrant=True)
-            model[2:](hidden).square().mean().backward()
+            generator = torch.Generator().manual_seed(10 * step + comm.rank)
+            backward(model, optimizer, torch.randn(8, 6, generator=generator))
             optimizer.step()
+            assert not torch.equal(weights(model[0]), before)
         return weights(model)
 
-    first, second = threads.run(rank, 2)
-    assert torch.equal(first, second)
+    assert torch.equal(*threads.run(rank, 2))
 
 
 def test_an_overflow_that_other_ranks_scalers_cannot_see_is_an_error_on_every_rank() -> None:

@@ -24,14 +24,17 @@ from thinwire.comm import Communicator, threads
 from thinwire.optim.diloco.fragments import Timetable, auto_fragments, cut_fragments, layers_of
 
 
-@pytest.mark.parametrize(("workers", "momentum"), [(1, 0.9), (2, 0.0), (3, 0.9), (4, 0.9)])
-def test_one_fragment_is_algorithm_1(workers: int, momentum: float) -> None:
-    threads.run(lambda comm: follows_the_published_algorithms(comm, momentum, fragments=1, overlap=0, mix=0.0), workers)
-
-
-@pytest.mark.parametrize(("workers", "overlap", "mix"), [(1, 1, 0.5), (2, 3, 0.5), (3, 2, 0.25), (4, 5, 0.0)])
-def test_fragments_under_way_are_algorithm_2(workers: int, overlap: int, mix: float) -> None:
-    threads.run(lambda comm: follows_the_published_algorithms(comm, 0.9, 2, overlap, mix), workers)
+@pytest.mark.parametrize(
+    ("workers", "momentum", "fragments", "overlap", "mix"),
+    [
+        *((workers, momentum, 1, 0, 0.0) for workers, momentum in ((1, 0.9), (2, 0.0), (3, 0.9))),
+        *((workers, 0.9, 2, overlap, mix) for workers, overlap, mix in ((1, 1, 0.5), (3, 2, 0.25), (4, 5, 0.0))),
+    ],
+)
+def test_it_is_algorithm_1_and_with_fragments_under_way_algorithm_2(
+    workers: int, momentum: float, fragments: int, overlap: int, mix: float
+) -> None:
+    threads.run(lambda comm: follows_the_published_algorithms(comm, momentum, fragments, overlap, mix), workers)
 
 
 @pytest.mark.parametrize("inner", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])

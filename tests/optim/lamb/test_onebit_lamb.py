@@ -3,8 +3,6 @@ it is that of stage 0 but for two roundings at the freeze, however layers are cu
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -16,13 +14,12 @@ import thinwire
 from tests.optim.lamb.reference import ReferenceOneBitLamb, layers_and_gradients
 from tests.optim.subject import Subject
 from tests.optim.training import buckets_of, make_model, train, weights
-from thinwire.comm import Communicator, threads
+from thinwire.comm import threads
 from thinwire.compress import make_codec
 from thinwire.compress.exchange import zero_held
 from thinwire.optim import lamb as lamb
 from thinwire.optim.lamb import Lamb, LambSettings, Layer, trust_ratio
 from thinwire.optim.storage import quantize, table
-from thinwire.zero.memory import live_tensor_bytes
 
 UNUSUAL = {"weight_decay": 0.3, "betas": (0.8, 0.9), "factor_threshold": 0.03}
 
@@ -287,34 +284,3 @@ def test_the_warmup_is_lamb_however_layers_are_cut(sizes, world_size, seed) -> N
     for mine, coefficients in threads.run(rank, world_size):
         np.testing.assert_allclose(coefficients, expected, rtol=1e-5)
         np.testing.assert_allclose(mine.numpy(), np.concatenate(reference.weights), rtol=0, atol=1e-5)
-
-
-def bytes_an_element(comm: Communicator, make, dtype: torch.dtype, *, frozen: bool) -> float:
-    """What a rank holds between two steps, its gradients freed, for one layer of 300 x 1000."""
-    model = nn.Linear(1000, 300, bias=False).to(dtype)
-    optimizer = make(model.parameters(), comm=comm, freeze_step=1 if frozen else 100)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.ones(1, 1000, dtype=dtype)).square().sum().backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    return sum(live_tensor_bytes(model, optimizer).values()) / 300_000
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_are_those_of_the_formula(dtype, frozen) -> None:
-    ranks = 4
-
-    def measure(make) -> float:
-        return max(threads.run(lambda comm: bytes_an_element(comm, make, dtype, frozen=frozen), ranks))
-
-    sharded = measure(partial(thinwire.OneBitLamb, stage=1))
-    size, master = dtype.itemsize, 0 if dtype == torch.float32 else 4
-    if frozen:
-        every_rank = size + size + 1 + 1 / 8  # weights, worker residual, preconditioner, u
-        owner = 4 + 4  # owner residual, fresh variance
-    else:
-        every_rank, owner = size + size, 8  # weights, the gradients' buffer; moments
-    assert sharded == pytest.approx(every_rank + (owner + master) / ranks, rel=0.03)
-    assert sharded < 0.65 * measure(thinwire.OneBitLamb)  # 10 of 16 in fp32 before the freeze, less of it elsewhere
