@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +20,10 @@ from thinwire.compress.kernels.cuda.launch import (
     division,
     encode_launch,
     exact_inverse,
-    source_folder,
     source_text,
 )
 from thinwire.compress.packet_layout import packet_bytes
 
-ARCHITECTURES = (70, 80, 90)
 SOURCES = tuple(emulation.FUNCTIONS)
 # One of them stands for all but in `make kernels`.
 COMPILED = [pytest.param(source, marks=[] if source == "sign1" else [pytest.mark.kernels]) for source in SOURCES]
@@ -69,35 +65,6 @@ def test_nvrtc_refuses_a_block_size_that_is_no_multiple_of_64(nvrtc: Compiler) -
     code, log = nvrtc.compile(source_text("sign1"), (*compile_options(100, 32), "-arch=sm_80"))
     assert not code
     assert "multiple of 64" in log
-
-
-@pytest.fixture(scope="module")
-def nvcc() -> tuple[str, int]:
-    """The compiler, and the newest architecture that it knows of those promised."""
-    path = shutil.which("nvcc")
-    if path is None:
-        pytest.skip("nvcc is not installed")
-    known = subprocess.run([path, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout.split()
-    architectures = [one for one in ARCHITECTURES if f"compute_{one}" in known]
-    if not architectures:
-        pytest.skip(f"this nvcc knows none of {ARCHITECTURES}")
-    return path, max(architectures)
-
-
-@pytest.mark.parametrize("source", COMPILED)
-def test_nvcc_compiles(source: str, nvcc: tuple[str, int], tmp_path: Path) -> None:
-    """Without a warning. For one architecture: the sources do not ask for it, and NVRTC compiles for the others."""
-    path, architecture = nvcc
-    command = [
-        path,
-        *compile_options(2048, threads_of(source, 2048)),
-        f"-arch=sm_{architecture}",
-        "-Werror=all-warnings",
-        "-cubin",
-    ]
-    command += ["-o", str(tmp_path / "kernels.cubin"), str(source_folder() / f"{source}.cu")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
