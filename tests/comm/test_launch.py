@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.comm.job import JOB
 from tests.launching import LAUNCHER_VARIABLES, environment, need_mpi, on_threads
+from tests.refusing import refused
 from thinwire.comm import Communicator, Launch, TorchCommunicator, init, launch, threads
 from thinwire.comm.launch import choose_backend, count_hosts
 
@@ -56,8 +57,7 @@ def test_a_process_on_its_own(capfd):
 def test_refusals(monkeypatch, ask, message):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=message):
-        ask()
+    refused(ValueError, message, ask)
 
 
 @pytest.mark.parametrize(

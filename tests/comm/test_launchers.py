@@ -15,6 +15,7 @@ import pytest
 from torch.distributed import Store, TCPStore
 
 from tests.launching import free_port
+from tests.refusing import refused
 from thinwire.comm import Launch, detect
 from thinwire.comm.launchers import meet, rendezvous
 
@@ -81,8 +82,7 @@ def test_tasks_per_node(tasks, node, local_size):
 
 @pytest.mark.parametrize("value", ["x", "", "8", "-1"])
 def test_ranks_that_make_no_sense(value):
-    with pytest.raises(ValueError, match="RANK"):
-        detect(TORCHRUN | {"RANK": value})
+    refused(ValueError, "RANK", detect, TORCHRUN | {"RANK": value})
 
 
 @pytest.mark.parametrize(
@@ -194,11 +194,9 @@ def met(rank: int, size: int = 2, local_size: int = 2, seconds: float = 0.01) ->
     ],
 )
 def test_who_does_not_meet(meeting, error, message) -> None:
-    with pytest.raises(error, match=message):
-        meeting()
+    refused(error, message, meeting)
 
 
 def test_a_folder_of_somebody_elses_is_refused(folder: Path) -> None:
     folder.mkdir(mode=0o755)
-    with pytest.raises(ValueError, match=r"must be a folder that this user alone can use.*MASTER_ADDR"):
-        met(1)
+    refused(ValueError, r"must be a folder that this user alone can use.*MASTER_ADDR", met, 1)

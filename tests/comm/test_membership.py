@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
+from tests.refusing import refused
 from thinwire.comm import CommunicationError, Elastic, MembershipError, threads
 from thinwire.comm.elastic import LimitedStore, check_launcher, meeting_place, reach, serve
 from thinwire.comm.membership import Generation, Heart, Membership
@@ -94,8 +95,7 @@ def test_a_death_while_connecting_ends_in_an_error_not_in_a_wait() -> None:
     first, second = begin(HashStore())
     second.leave()
     start = time.monotonic()
-    with pytest.raises(CommunicationError, match="did not connect"):
-        first.connect([0, 1], "exchange")
+    refused(CommunicationError, "did not connect", first.connect, [0, 1], "exchange")
     assert time.monotonic() - start < 25  # Gloo alone would wait for its timeout
     first.leave()
 
@@ -107,16 +107,14 @@ def test_all_are_done_or_meet_again() -> None:
     assert not first.finish()
     assert first.meet({}, alarm=True).names == [first.name]
     assert first.finish()
-    with pytest.raises(MembershipError, match="is over: there is nothing to join"):
-        arrive(store).meet(None, alarm=False)
+    refused(MembershipError, "is over: there is nothing to join", arrive(store).meet, None, alarm=False)
 
 
 def test_a_job_without_survivors_is_not_begun_anew() -> None:
     store = HashStore()
     for one in begin(store):
         one.leave()
-    with pytest.raises(MembershipError, match="none of the 2 last workers of job 'job' is left"):
-        arrive(store).meet(None, alarm=False)
+    refused(MembershipError, "none of the 2 last workers of job 'job' is left", arrive(store).meet, None, alarm=False)
 
 
 def test_too_few_do_not_begin_and_do_not_go_on() -> None:
@@ -128,8 +126,7 @@ def test_too_few_do_not_begin_and_do_not_go_on() -> None:
     at_once(lambda: first.meet(None, alarm=False), lambda: second.meet(None, alarm=False))
     second.leave()
     until(lambda: first.why_meet(""))
-    with pytest.raises(MembershipError, match="min_workers=2"):
-        first.meet({}, alarm=True)
+    refused(MembershipError, "min_workers=2", first.meet, {}, alarm=True)
 
 
 def test_a_lost_meeting_place_is_an_error_that_says_so() -> None:
@@ -144,10 +141,8 @@ def test_a_lost_meeting_place_is_an_error_that_says_so() -> None:
 
     store: Any = Lost()
     limited = LimitedStore(store, "host0:29400", 0.05)
-    with pytest.raises(MembershipError, match=r"host0:29400 does not answer.*: connection reset"):
-        limited.add("key", 1)
-    with pytest.raises(MembershipError, match=r"does not answer.* for 0.05 s"):
-        limited.read("key")
+    refused(MembershipError, r"host0:29400 does not answer.*: connection reset", limited.add, "key", 1)
+    refused(MembershipError, r"does not answer.* for 0.05 s", limited.read, "key")
     release.set()
 
 
@@ -177,22 +172,17 @@ def test_workers_meet_at_a_served_place_and_at_none_that_nobody_serves() -> None
     ],
 )
 def test_settings_that_cannot_work(options: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        Elastic(**options)
+    refused(ValueError, error, Elastic, **options)
 
 
 def test_where_workers_meet_and_launchers_that_would_end_the_survivors() -> None:
     assert meeting_place(SETTINGS, {"THINWIRE_MEETING": "host0:29400"}) == ("host0", 29400)
     assert meeting_place(Elastic(workers=1, address="::1:5"), {"THINWIRE_MEETING": "host0:29400"}) == ("::1", 5)
     for wrong in ("host0", "host0:", ":5", "host0:70000", "host0:x"):
-        with pytest.raises(ValueError, match="must be HOST:PORT"):
-            meeting_place(SETTINGS, {"THINWIRE_MEETING": wrong})
-    with pytest.raises(ValueError, match="no meeting place of elastic workers is given"):
-        meeting_place(SETTINGS, {})
+        refused(ValueError, "must be HOST:PORT", meeting_place, SETTINGS, {"THINWIRE_MEETING": wrong})
+    refused(ValueError, "no meeting place of elastic workers is given", meeting_place, SETTINGS, {})
     torchrun = {"TORCHELASTIC_RUN_ID": "1", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}
-    with pytest.raises(ValueError, match="2 agents in one rendezvous and --max-restarts restarts every worker"):
-        check_launcher(torchrun)
+    refused(ValueError, "2 agents in one rendezvous and --max-restarts restarts every worker", check_launcher, torchrun)
     check_launcher(torchrun | {"TORCHELASTIC_MAX_RESTARTS": "0"})
     check_launcher(torchrun | {"GROUP_WORLD_SIZE": "1"})
-    with pytest.raises(ValueError, match="mpirun ends the whole job"):
-        check_launcher({"OMPI_COMM_WORLD_SIZE": "2"})
+    refused(ValueError, "mpirun ends the whole job", check_launcher, {"OMPI_COMM_WORLD_SIZE": "2"})

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.comm.collectives_body import CHECKS
 from tests.comm.job import FAILURE_TIMEOUT, JOB
 from tests.launching import Done, Jobs, need_mpi
+from tests.refusing import refused
 from thinwire.comm import TorchCommunicator
 
 
@@ -45,13 +46,11 @@ def test_host_tensors_need_a_backend_that_takes_them() -> None:
     comm = TorchCommunicator()
     comm._wiring.backend_of = {"cuda": "nccl"}
     for collective in (comm.all_reduce, comm.broadcast):
-        with pytest.raises(ValueError, match=r"tensors on cpu cannot travel .*init\(backend='gloo'\)"):
-            collective(torch.ones(2))
+        refused(ValueError, r"tensors on cpu cannot travel .*init\(backend='gloo'\)", collective, torch.ones(2))
 
 
 def test_torch_distributed_must_be_initialised() -> None:
-    with pytest.raises(RuntimeError, match="not initialised"):
-        TorchCommunicator()
+    refused(RuntimeError, "not initialised", TorchCommunicator)
 
 
 @pytest.mark.launch

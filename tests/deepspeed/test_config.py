@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.config.test_keys import WORKS, nested, refusal
+from tests.refusing import refused
 from thinwire.deepspeed.config.keys import WITHOUT_EFFECT
 from thinwire.deepspeed.config.relaxed_json import NotReadableError, read_relaxed_json
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
@@ -308,8 +309,7 @@ def test_what_people_write(text: str, expected: Any) -> None:
     ],
 )
 def test_texts_that_cannot_be_meant(text: str, message: str) -> None:
-    with pytest.raises(NotReadableError, match=message):
-        read_relaxed_json(text)
+    refused(NotReadableError, message, read_relaxed_json, text)
 
 
 def test_a_file_with_comments_and_trailing_commas(tmp_path: Path) -> None:
@@ -317,5 +317,4 @@ def test_a_file_with_comments_and_trailing_commas(tmp_path: Path) -> None:
     path.write_text('{\n  // Of the paper.\n  "train_batch_size": 8,\n  "fp16": {"enabled": true,},  # halves\n}\n')
     assert load_config(path, 2) == load_config({"train_batch_size": 8, "fp16": {"enabled": True}}, 2)
     path.write_text("train_batch_size: 8\nfp16: {\n  enabled: True\n}")
-    with pytest.raises(ConfigError, match=r'"fp16.enabled" must be true or false, got "True"'):
-        load_config(path, 1)
+    refused(ConfigError, r'"fp16.enabled" must be true or false, got "True"', load_config, path, 1)

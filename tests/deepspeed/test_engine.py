@@ -16,6 +16,7 @@ import torch
 
 import thinwire.deepspeed as deepspeed
 from tests.launching import on_threads
+from tests.refusing import refused
 from thinwire.comm import Communicator, threads
 from thinwire.deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO, ds_to_universal
 from thinwire.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -69,8 +70,7 @@ def test_sums_in_another_dtype_than_the_models_are_refused_at_stage_0(comm: Comm
         keys: dict[str, Any] = {"data_types": {"grad_accum_dtype": sums}}
         if model is not None:
             keys[model] = {"enabled": True}
-        with pytest.raises(NotImplementedError, match=f"grad_accum_dtype.*{sums}.*computes in {model or 'fp32'}"):
-            engine_of(**keys)
+        refused(NotImplementedError, f"grad_accum_dtype.*{sums}.*computes in {model or 'fp32'}", engine_of, **keys)
         engine_of(**keys, zero_optimization={"stage": 1}).close()
     engine_of(bf16={"enabled": True}, data_types={"grad_accum_dtype": "bfloat16"}).close()
 
@@ -111,8 +111,7 @@ def test_a_checkpoint_is_universal_as_it_is(tmp_path: Path) -> None:
         )
         if comm.rank == 0:
             ds_to_universal.main(folders)
-            with pytest.raises(FileExistsError, match="give another output_folder"):
-                ds_to_universal.main(folders)
+            refused(FileExistsError, "give another output_folder", ds_to_universal.main, folders)
         comm.barrier()
         other = engine_of(zero_optimization={"stage": 1}, checkpoint={"load_universal": True})
         path, state = other.load_checkpoint(tmp_path, tag="first_universal")
@@ -167,8 +166,7 @@ def test_backwards_are_reduced_together(comm: Communicator, stage: int) -> None:
         with engine.coalesce_grad_reduction():
             for one in inputs:
                 engine.backward(engine(one).square().sum())
-            with pytest.raises(AssertionError, match=r"illegal to call Engine\.step"):
-                engine.step()
+            refused(AssertionError, r"illegal to call Engine\.step", engine.step)
             refuses(engine.coalesce_grad_reduction(), AssertionError, "cannot be nested")
         engine.step()
         summed.backward(sum(summed(one).square().sum() for one in inputs))

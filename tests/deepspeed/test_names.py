@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import thinwire
+from tests.refusing import refused
 from thinwire import deepspeed
 from thinwire.deepspeed.names import NAMES
 
@@ -135,8 +136,7 @@ def test_what_has_no_counterpart_says_what_to_do_when_it_is_used(path: str) -> N
             super().__init__(layers=[])
 
     for use in (stand_in, lambda: stand_in(1, key=2), Mine):
-        with pytest.raises(deepspeed.NotOfferedError, match=f"no counterpart of deepspeed.*{NOT_OFFERED[path]}"):
-            use()
+        refused(deepspeed.NotOfferedError, f"no counterpart of deepspeed.*{NOT_OFFERED[path]}", use)
     assert not isinstance(torch.nn.Linear(1, 1), stand_in)
 
 
@@ -151,8 +151,7 @@ def test_modules_and_their_names_are_as_in_python_modules() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'thinwire.deepspeed.ops.no_such'"):
         importlib.import_module("thinwire.deepspeed.ops.no_such")
     for path in ("", "runtime", "utils", "zero", "ops.sparse_attention", "moe"):
-        with pytest.raises(AttributeError, match="no_such_name"):
-            at(f"{path}.no_such_name")
+        refused(AttributeError, "no_such_name", at, f"{path}.no_such_name")
     numbers = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
     assert ".".join(map(str, numbers)) == thinwire.__version__ == deepspeed.__version__
     assert torch.empty(at("runtime.zero.partition_parameters").partitioned_param_data_shape).shape == (0,)

@@ -12,6 +12,7 @@ from torch import nn
 from tests.deepspeed import parameter_access as behaviours
 from tests.engine.tiny import loss_of, make_engine, settings, train
 from tests.launching import on_threads
+from tests.refusing import refused
 from thinwire.comm import threads
 from thinwire.deepspeed import utils, zero
 from thinwire.engine import NonFiniteError
@@ -47,8 +48,7 @@ def test_stage_3(jobs, ranks: int) -> None:
 
 @on_threads(2)
 def test_models_are_not_built_by_threads(comm) -> None:
-    with pytest.raises(ValueError, match="stage 3 needs processes, and these ranks are threads"):
-        zero.Init()
+    refused(ValueError, "stage 3 needs processes, and these ranks are threads", zero.Init)
 
 
 @on_threads(2)
@@ -77,8 +77,7 @@ def test_a_gradient_that_was_set_and_is_not_finite_skips_the_step() -> None:
         engine.backward(loss_of(engine, comm.rank, 1))
         before = utils.safe_get_full_fp32_param(weight)
         utils.safe_set_full_grad(weight, torch.full((16, 16), float("inf")))
-        with pytest.raises(NonFiniteError, match="every rank's loss was finite, but the averaged gradient is not"):
-            engine.step()
+        refused(NonFiniteError, "every rank's loss was finite, but the averaged gradient is not", engine.step)
         assert torch.equal(utils.safe_get_full_fp32_param(weight), before)
         assert torch.tensor(train(engine, range(2, 4))).isfinite().all()
 
@@ -126,8 +125,7 @@ def test_one_bit_optimizers(comm, name, stage) -> None:
         with pytest.raises(RuntimeError, match=r"frozen since step|cannot be set"):
             utils.safe_set_full_optimizer_state(weight, torch.ones(16, 16), "exp_avg")
     if not engine.optimizer.in_sync:
-        with pytest.raises(RuntimeError, match="between two syncs"):
-            utils.safe_get_full_fp32_param(weight)
+        refused(RuntimeError, "between two syncs", utils.safe_get_full_fp32_param, weight)
         engine.optimizer.synchronize_weights()
     value = behaviours.values(weight, 4)
     utils.safe_set_full_fp32_param(weight, value)
@@ -135,8 +133,7 @@ def test_one_bit_optimizers(comm, name, stage) -> None:
     assert torch.equal(weight, value.to(weight.dtype))
     engine.backward(loss_of(engine, comm.rank, 20))
     if engine.optimizer.frozen:
-        with pytest.raises(RuntimeError, match="ranks send momenta instead of gradients"):
-            utils.safe_get_full_grad(weight)
+        refused(RuntimeError, "ranks send momenta instead of gradients", utils.safe_get_full_grad, weight)
     engine.step()
     train(engine, range(21, 24))
 
@@ -170,8 +167,6 @@ def test_modules_are_marked_by_class_and_by_name() -> None:
 def test_what_is_not_there_is_said() -> None:
     model = nn.Linear(2, 2)
     for call in (utils.set_z3_leaf_modules, utils.unset_z3_leaf_modules):
-        with pytest.raises(ValueError, match=r"Linear has no module of \[.*Conv2d"):
-            call(model, [nn.Conv2d])
+        refused(ValueError, r"Linear has no module of \[.*Conv2d", call, model, [nn.Conv2d])
         assert call(model, [nn.Conv2d], raise_if_not_found=False) == []
-        with pytest.raises(AssertionError, match="is a list of classes, or of their names, got"):
-            call(model, nn.Linear)
+        refused(AssertionError, "is a list of classes, or of their names, got", call, model, nn.Linear)

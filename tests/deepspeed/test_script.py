@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import thinwire.deepspeed as deepspeed
+from tests.refusing import refused
 from thinwire.comm import Communicator, threads
 from thinwire.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from thinwire.deepspeed.runtime.dataloader import RepeatingLoader
@@ -100,8 +101,7 @@ def test_without_torch_distributed_the_collectives_are_the_communicators() -> No
         deepspeed.comm.all_reduce(largest, op=deepspeed.comm.ReduceOp.MAX)
         deepspeed.comm.all_reduce(mean, op=deepspeed.comm.ReduceOp.AVG)
         deepspeed.comm.broadcast(first, src=0)
-        with pytest.raises(ValueError, match="init_distributed"):
-            deepspeed.comm.all_reduce(mine, op=deepspeed.comm.ReduceOp.PRODUCT)
+        refused(ValueError, "init_distributed", deepspeed.comm.all_reduce, mine, op=deepspeed.comm.ReduceOp.PRODUCT)
         gathered = torch.zeros(6)
         deepspeed.comm.all_gather_into_tensor(gathered, mine)
         return [largest.tolist(), mean.tolist(), first.tolist(), gathered.tolist()]
@@ -127,8 +127,7 @@ def test_without_torch_distributed_the_collectives_are_the_communicators() -> No
 )
 def test_what_cannot_work_is_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
-    with pytest.raises(error, match=message):
-        deepspeed.initialize(**({"model": torch.nn.Linear(2, 2), "config": config} | given))
+    refused(error, message, deepspeed.initialize, **{"model": torch.nn.Linear(2, 2), "config": config} | given)
 
 
 def test_adam_by_deepspeeds_arguments() -> None:
@@ -145,9 +144,8 @@ def test_adam_by_deepspeeds_arguments() -> None:
             for one in both:
                 one.step()
         assert torch.equal(mine, theirs)
-    for refused in ({"bias_correction": False}, {"amsgrad": True}):
-        with pytest.raises(deepspeed.NotOfferedError, match=next(iter(refused))):
-            FusedAdam([torch.nn.Parameter(torch.ones(3))], **refused)
+    for name, value in (("bias_correction", False), ("amsgrad", True)):
+        refused(deepspeed.NotOfferedError, name, FusedAdam, [torch.nn.Parameter(torch.ones(3))], **{name: value})
 
 
 @pytest.mark.parametrize("adam", [FusedAdam, DeepSpeedCPUAdam])

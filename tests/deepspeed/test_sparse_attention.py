@@ -8,25 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.refusing import refused
 from tests.sparse_attn.cases import relative_error
-from thinwire.deepspeed.ops.sparse_attention import (
-    BertSparseSelfAttention,
-    BigBirdSparsityConfig,
-    BSLongformerSparsityConfig,
-    DenseSparsityConfig,
-    FixedSparsityConfig,
-    LocalSlidingWindowSparsityConfig,
-    MatMul,
-    Softmax,
-    SparseAttentionUtils,
-    SparseSelfAttention,
-    SparsityConfig,
-    VariableSparsityConfig,
-)
+from thinwire.deepspeed.ops import sparse_attention as theirs
+from thinwire.deepspeed.ops.sparse_attention import BertSparseSelfAttention, MatMul, Softmax, SparseAttentionUtils
+from thinwire.deepspeed.ops.sparse_attention import SparseSelfAttention as SelfAttention
 from thinwire.sparse_attn import Custom, Dense, LocalSlidingWindow, layout_to_config, pack_blocks, reference_attention
 
 
-class Diagonal(SparsityConfig):
+class Diagonal(theirs.SparsityConfig):
     """A user's own layout: the diagonal, and the first column."""
 
     def make_layout(self, seq_len: int) -> Tensor:
@@ -39,12 +29,12 @@ class Diagonal(SparsityConfig):
 
 def test_layouts_take_deepspeeds_arguments() -> None:
     made = [
-        DenseSparsityConfig(4, 16, True),
-        FixedSparsityConfig(4, 16, True, 4, 1, "bidirectional", True, 2),
-        VariableSparsityConfig(4, 16, False, 1, [2, 4], [0], None, "bidirectional", True),
-        BigBirdSparsityConfig(4, 16, False, 1, 3, 1, "unidirectional"),
-        BSLongformerSparsityConfig(4, 16, False, 3, [0, 2], None, "bidirectional"),
-        LocalSlidingWindowSparsityConfig(4, 16, 5, "bidirectional"),
+        theirs.DenseSparsityConfig(4, 16, True),
+        theirs.FixedSparsityConfig(4, 16, True, 4, 1, "bidirectional", True, 2),
+        theirs.VariableSparsityConfig(4, 16, False, 1, [2, 4], [0], None, "bidirectional", True),
+        theirs.BigBirdSparsityConfig(4, 16, False, 1, 3, 1, "unidirectional"),
+        theirs.BSLongformerSparsityConfig(4, 16, False, 3, [0, 2], None, "bidirectional"),
+        theirs.LocalSlidingWindowSparsityConfig(4, 16, 5, "bidirectional"),
         Diagonal(4, 16),
     ]
     for config in made:
@@ -55,15 +45,13 @@ def test_layouts_take_deepspeeds_arguments() -> None:
     window = LocalSlidingWindow(4, 16, num_sliding_window_blocks=5, attention="bidirectional")
     assert torch.equal(made[5].make_layout(128), window.make_layout(128))
     assert layout_to_config(made[5])["mode"] == "local"
-    with pytest.raises(ValueError, match="120 tokens, expected a multiple of the block of 16"):
-        Diagonal(4).make_layout(120)
-    with pytest.raises(NotImplementedError, match="SparsityConfig has no make_layout"):
-        SparsityConfig(4).make_layout(128)
+    refused(ValueError, "120 tokens, expected a multiple of the block of 16", Diagonal(4).make_layout, 120)
+    refused(NotImplementedError, "SparsityConfig has no make_layout", theirs.SparsityConfig(4).make_layout, 128)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_matmul_and_softmax_make_attention(dtype: torch.dtype) -> None:
-    layout = BigBirdSparsityConfig(2, 16, True).make_layout(96)
+    layout = theirs.BigBirdSparsityConfig(2, 16, True).make_layout(96)
     q, k, v = (torch.randn(3, 2, 96, 8, dtype=dtype) for _ in range(3))
     attends = (torch.rand(96, 96) < 0.8).to(dtype)
     padding = torch.zeros(3, 96, dtype=dtype)
@@ -97,22 +85,18 @@ def test_leading_sizes_of_one_may_be_left_out() -> None:
 
 
 def test_layers_refuse_what_is_no_layout() -> None:
-    with pytest.raises(ValueError, match="mode is 'ssd'"):
-        MatMul(torch.ones(1, 2, 2), 16, "ssd")
-    with pytest.raises(ValueError, match=r"expected a layout tensor of 0 and 1, .* got \[2\]"):
-        Softmax(torch.ones(2), 16)
-    with pytest.raises(ValueError, match="block must be one of 16"):
-        MatMul(torch.ones(1, 2, 2), 8, "sdd")
+    refused(ValueError, "mode is 'ssd'", MatMul, torch.ones(1, 2, 2), 16, "ssd")
+    refused(ValueError, r"expected a layout tensor of 0 and 1, .* got \[2\]", Softmax, torch.ones(2), 16)
+    refused(ValueError, "block must be one of 16", MatMul, torch.ones(1, 2, 2), 8, "sdd")
     with pytest.raises(ValueError, match="attn_mask_mode is 'or'"):
         Softmax(torch.ones(1, 2, 2), 16)(torch.ones(1, 4, 16, 16), attn_mask_mode="or")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="expected a layout, or a sparsity configuration"):
-        SparseSelfAttention(torch.ones(2, 2))  # type: ignore[arg-type]
+    refused(TypeError, "expected a layout, or a sparsity configuration", SelfAttention, torch.ones(2, 2))
 
 
 def test_self_attention_over_a_users_own_layout() -> None:
     q, k, v = (torch.randn(2, 4, 80, 8) for _ in range(3))
     config = Diagonal(4, 16)
-    layer = SparseSelfAttention(config, max_seq_length=96)
+    layer = SelfAttention(config, max_seq_length=96)
     expected = reference_attention(q, k, v, Custom(config.make_layout(80).bool(), 16))
     assert relative_error(layer(q, k, v), expected) < 1e-6
     assert torch.equal(layer(q, k.mT, v), layer(q, k, v))  # a key that is turned already
@@ -123,7 +107,7 @@ def test_a_saved_master_layout_is_taken() -> None:
     q, k, v = (torch.randn(2, 4, 64, 8) for _ in range(3))
     saved = (torch.rand(4, 8, 8) < 0.5).long()
     saved[:, :, 0] = 1
-    layer = nn.ModuleDict({"attention": SparseSelfAttention(BigBirdSparsityConfig(4))})
+    layer = nn.ModuleDict({"attention": SelfAttention(theirs.BigBirdSparsityConfig(4))})
     layer.load_state_dict({"attention.master_layout": saved})
     expected = reference_attention(q, k, v, Custom(saved[:, :4, :4].bool(), 16))
     assert relative_error(layer["attention"](q, k, v), expected) < 1e-6
@@ -134,7 +118,7 @@ def test_a_saved_master_layout_is_taken() -> None:
 
 def test_berts_self_attention() -> None:
     config = SimpleNamespace(hidden_size=16, num_attention_heads=2)
-    layer = BertSparseSelfAttention(config, DenseSparsityConfig(2))
+    layer = BertSparseSelfAttention(config, theirs.DenseSparsityConfig(2))
     hidden, padding = torch.randn(3, 50, 16), torch.zeros(3, 1, 1, 50)
     padding[..., 40:] = -10000.0
     q, k, v = (one(hidden).view(3, 50, 2, 8).transpose(1, 2) for one in (layer.query, layer.key, layer.value))
@@ -160,7 +144,7 @@ def test_replacing_layers_of_ones_own() -> None:
     config = SimpleNamespace(hidden_size=16, num_attention_heads=2)
     layers = nn.ModuleList([OwnLayer(config) for _ in range(2)]).eval()
     projection = layers[1].attention.self.query
-    layout = LocalSlidingWindowSparsityConfig(2, 16, 1, "bidirectional")
+    layout = theirs.LocalSlidingWindowSparsityConfig(2, 16, 1, "bidirectional")
     replace = SparseAttentionUtils.replace_self_attention_layer_with_sparse_self_attention_layer
     assert replace(config, layers, layout) is layers
     sparse = layers[1].attention.self
@@ -170,10 +154,8 @@ def test_replacing_layers_of_ones_own() -> None:
     changed = hidden.clone()
     changed[:, :16] += 1
     assert torch.equal(sparse(hidden)[:, 16:], sparse(changed)[:, 16:])
-    with pytest.raises(TypeError, match="Linear has no self-attention"):
-        replace(config, [*layers, nn.Linear(2, 2)], Dense(2))
-    with pytest.raises(ValueError, match="the layout is for 3 heads, expected 2"):
-        replace(config, layers, Dense(3))
+    refused(TypeError, "Linear has no self-attention", replace, config, [*layers, nn.Linear(2, 2)], Dense(2))
+    refused(ValueError, "the layout is for 3 heads, expected 2", replace, config, layers, Dense(3))
 
 
 def test_padding_ids_and_embeddings_together() -> None:

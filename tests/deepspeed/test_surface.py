@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.engine.tiny import FEATURES, MICRO, batch, loss_of, make_engine, make_model, settings, train
 from tests.launching import on_threads
+from tests.refusing import refused
 from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.deepspeed.getters import why_foreign
@@ -144,8 +145,7 @@ def test_a_step_of_other_micro_batches(comm, stage) -> None:
     changing.set_train_micro_batch_size(2)
     assert changing.get_batch_info() == (6 * comm.size, 2, 3)
     for wrong in (0, 2.0, True):
-        with pytest.raises(ValueError, match="whole number of samples, at least 1"):
-            changing.set_train_micro_batch_size(wrong)
+        refused(ValueError, "whole number of samples, at least 1", changing.set_train_micro_batch_size, wrong)
 
 
 def test_batches_do_not_change_in_mid_step() -> None:
@@ -153,8 +153,7 @@ def test_batches_do_not_change_in_mid_step() -> None:
     for begin in (lambda: engine.backward(loss_of(engine, 0, 0)), engine.step):
         begin()
         for change in (engine.set_train_batch_size, engine.set_train_micro_batch_size):
-            with pytest.raises(CallError, match="in mid-step"):
-                change(4 * MICRO)
+            refused(CallError, "in mid-step", change, 4 * MICRO)
     engine.zero_grad()
     engine.set_train_batch_size(4 * MICRO)
     assert engine.gradient_accumulation_steps() == 4
@@ -177,8 +176,7 @@ def test_loaders_of_the_engine() -> None:
         assert inputs.shape == (MICRO, FEATURES)
         assert torch.equal(inputs[:, 0].long(), numbers)
         for bad in ({"route": "test"}, {"data_sampler": [1]}):
-            with pytest.raises(ValueError, match=r'route is "train"|got a data_sampler'):
-                engine.deepspeed_io(data, **bad)
+            refused(ValueError, r'route is "train"|got a data_sampler', engine.deepspeed_io, data, **bad)
         return [number for one in training for number in one.tolist()]
 
     first, second = threads.run(body, 2)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.pld.models import WIDTH, Residual, Stack, batch, hugging_face, make_stack, settled
+from tests.refusing import refused
 from thinwire.pld import ProgressiveLayerDrop, drop_layers, keep_probability, undrop
 
 
@@ -149,13 +150,11 @@ def test_undrop_restores_the_model_and_a_forward_of_ones_own() -> None:
     expected = model(batch(0))
     before = [dict(layer.__dict__) for layer in model.layers]
     drop_layers(model, settled(0.0))
-    with pytest.raises(ValueError, match="undrop"):
-        drop_layers(model, settled())
+    refused(ValueError, "undrop", drop_layers, model, settled())
     undrop(model)
     assert torch.equal(model(batch(0)), expected)
     assert [layer.__dict__.keys() for layer in model.layers] == [one.keys() for one in before]
-    with pytest.raises(ValueError, match="no layer here"):
-        undrop(model)
+    refused(ValueError, "no layer here", undrop, model)
     layer = model.layers[0]
     own = layer.forward
     layer.forward = mine = lambda hidden: own(hidden) * 1.0
@@ -265,21 +264,17 @@ def named(name: str) -> nn.Module:
 )
 def test_what_is_refused_at_the_call(make: Callable[[], Any], error: type[Exception], message: str) -> None:
     model = make()
-    with pytest.raises(error, match=message):
-        drop_layers(model, SCHEDULE)
+    refused(error, message, drop_layers, model, SCHEDULE)
     if isinstance(model, nn.Module):
         assert not any("forward" in layer.__dict__ for layer in model.modules())
 
 
 def test_arguments() -> None:
     model = make_stack()
-    with pytest.raises(TypeError, match="ProgressiveLayerDrop"):
-        drop_layers(model, 0.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="seed"):
-        drop_layers(model, SCHEDULE, seed=2**63)
+    refused(TypeError, "ProgressiveLayerDrop", drop_layers, model, 0.5)
+    refused(ValueError, "seed", drop_layers, model, SCHEDULE, seed=2**63)
     drop_layers(model, SCHEDULE)
-    with pytest.raises(TypeError, match="got NoneType as its first argument"):
-        model.layers[0](mask=None)
+    refused(TypeError, "got NoneType as its first argument", model.layers[0], mask=None)
 
 
 class Of(nn.Module):
@@ -321,8 +316,7 @@ def test_layers_that_show_it_when_run(
     schedule.update_state(step)
     drop_layers(layers, schedule)
     hidden = torch.randn(5, WIDTH)
-    with pytest.raises(error, match=match):
-        layers[1](layers[0](hidden))
+    refused(error, match, layers[1], layers[0](hidden))
     assert all(module.training for module in layers.modules())
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refusing import refused
 from thinwire.pld import ProgressiveLayerDrop, keep_probability
 from thinwire.pld.schedule import DropPlan, uniform
 
@@ -47,8 +48,7 @@ def test_backwards_is_an_error_and_a_repeat_is_not() -> None:
     schedule = ProgressiveLayerDrop()
     schedule.update_state(5)
     schedule.update_state(5)
-    with pytest.raises(ValueError, match="at step 5 and was given step 4"):
-        schedule.update_state(4)
+    refused(ValueError, "at step 5 and was given step 4", schedule.update_state, 4)
     assert schedule.step == 5
     schedule.load_state_dict({"step": 4})
     assert schedule.state_dict() == {"step": 4}
@@ -68,8 +68,7 @@ def test_backwards_is_an_error_and_a_repeat_is_not() -> None:
     ],
 )
 def test_what_makes_no_schedule(make, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
+    refused(error, message, make)
 
 
 STEPS = 10_000

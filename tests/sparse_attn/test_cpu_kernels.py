@@ -4,8 +4,8 @@ their exponential, as exact as float32 allows."""
 from __future__ import annotations
 
 import math
-import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -56,48 +56,26 @@ def test_a_row_longer_than_a_chunk() -> None:
     check(cpu, BigBird(2, 64), (1100, 1100), 16, batch=1)
 
 
-@pytest.fixture
-def _enough_cores(monkeypatch):
-    monkeypatch.setattr(cpu._workers, "threads", torch.get_num_threads)
-
-
-@pytest.mark.usefixtures("_enough_cores")
 @pytest.mark.parametrize(
     ("shape", "dtype", "counts"),
     # In 16 bits, whole heads and parts of heads.
     [((4, 2, 200, 3, 32), torch.float32, (1, 2, 5)), ((4, 1, 150, 3, 24), torch.bfloat16, (1, 2))],
 )
-def test_the_same_bits_for_any_number_of_threads_and_any_strides(shape, dtype, counts) -> None:
+def test_the_same_bits_for_any_number_of_threads_and_any_strides(shape, dtype, counts, monkeypatch) -> None:
     strided = [one.transpose(1, 2) for one in torch.randn(shape).to(dtype)]
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in counts:
-            torch.set_num_threads(threads)
-            results.append(attend(cpu, *strided, BigBird(3, 16)))
-    finally:
-        torch.set_num_threads(before)
-    results.append(attend(cpu, *(one.contiguous() for one in strided), BigBird(3, 16)))
-    for other in results[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+    expected = attend(cpu, *(one.contiguous() for one in strided), BigBird(3, 16))
+    for threads in counts:
+        monkeypatch.setattr(cpu._workers, "threads", lambda threads=threads: threads)
+        for one, other in zip(attend(cpu, *strided, BigBird(3, 16)), expected, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_threads_of_python_may_call_at_once() -> None:
     tensors = torch.randn(4, 1, 4, 128, 16)
     expected = attend(cpu, *tensors, BigBird(4, 16))
-    found: list[bool] = []
-
-    def call() -> None:
-        found.append(
-            all(torch.equal(a, b) for a, b in zip(attend(cpu, *tensors, BigBird(4, 16)), expected, strict=True))
-        )
-
-    callers = [threading.Thread(target=call) for _ in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert found == [True] * 4
+    with ThreadPoolExecutor(4) as callers:
+        for found in callers.map(lambda _: attend(cpu, *tensors, BigBird(4, 16)), range(4)):
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_rows_that_attend_nothing() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.refusing import refused
 from tests.sparse_attn.cases import relative_error
 from thinwire.deepspeed.ops.sparse_attention import SparseAttentionUtils
 from thinwire.sparse_attn import (
@@ -172,39 +172,23 @@ def test_a_part_and_the_whole() -> None:
     assert torch.equal(logits(sparsify(model, narrow), inputs), sparse)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: sparsify(make("Bert"), Dense(3)), ValueError, "3 heads, expected 4"),
-        (lambda: sparsify(make("Bert"), Dense(4), max_positions=5), ValueError, "only grows"),
-        (lambda: sparsify(nn.Linear(2, 2), Dense(1)), TypeError, "no config"),
-        (lambda: sparsify(make("GPT2", add_cross_attention=True), Dense(4)), TypeError, "cross-attention"),
-        (lambda: sparsify(make("Llama"), Dense(4), max_positions=500), TypeError, "position_embeddings"),
-        *(
-            (
-                lambda kind=kind: sparsify(make(kind), Dense(4))(**batch(), output_attentions=True),
-                ValueError,
-                "never forms the attention probabilities",
-            )
-            for kind in ("Bert", "GPT2")
-        ),
-        (
-            lambda: sparsify(
-                transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, **FAMILIES["Gemma"][1])), Dense(4)
-            )(**batch()),
-            ValueError,
-            "Gemma2Attention passes softcap",
-        ),
-        (
-            lambda: sparsify(transformers.DebertaV2ForMaskedLM(transformers.DebertaV2Config(**SIZES)), Dense(4)),
-            TypeError,
-            "DebertaV2ForMaskedLM cannot be sparsified",
-        ),
-    ],
-)
-def test_refusals(call: Callable[[], object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
+def another(kind: str, head: str, **options: object) -> nn.Module:
+    return getattr(transformers, kind + head)(getattr(transformers, f"{kind}Config")(**SIZES, **options))
+
+
+def test_refusals() -> None:
+    refused(ValueError, "3 heads, expected 4", sparsify, make("Bert"), Dense(3))
+    refused(ValueError, "only grows", sparsify, make("Bert"), Dense(4), max_positions=5)
+    refused(TypeError, "no config", sparsify, nn.Linear(2, 2), Dense(1))
+    refused(TypeError, "cross-attention", sparsify, make("GPT2", add_cross_attention=True), Dense(4))
+    refused(TypeError, "position_embeddings", sparsify, make("Llama"), Dense(4), max_positions=500)
+    deberta = another("DebertaV2", "ForMaskedLM")
+    refused(TypeError, "DebertaV2ForMaskedLM cannot be sparsified", sparsify, deberta, Dense(4))
+    for kind in ("Bert", "GPT2"):
+        sparse = sparsify(make(kind), Dense(4))
+        refused(ValueError, "never forms the attention probabilities", sparse, **batch(), output_attentions=True)
+    capped = another("Gemma2", "ForCausalLM", **FAMILIES["Gemma"][1]).eval()
+    refused(ValueError, "Gemma2Attention passes softcap", sparsify(capped, Dense(4)), **batch())
 
 
 def test_decoding_from_a_cache_is_refused_and_says_what_to_do() -> None:
@@ -254,8 +238,7 @@ def test_modules_of_transformers_4_are_swapped_and_swapped_back() -> None:
     sparsify(sparsify(model, BigBird(4, num_sliding_window_blocks=1)), Dense(4))
     assert (list(model.state_dict()), model.attn_implementation) == (names, "eager")
     check_close(model(x, mask), own)
-    with pytest.raises(ValueError, match="head_mask given"):
-        model.layer[0](x, mask, torch.ones(4))
+    refused(ValueError, "head_mask given", model.layer[0], x, mask, torch.ones(4))
     densify(model)
     assert list(model.layer) == modules
     assert model.attn_implementation == "sdpa"
@@ -289,12 +272,9 @@ def test_the_table_repeats_and_everything_follows(kind: str, unused: int) -> Non
 
 def test_tables_that_cannot_grow() -> None:
     model = transformers.BertModel(transformers.BertConfig(max_position_embeddings=10, **SMALL))
-    with pytest.raises(ValueError, match="reads 10 tokens"):
-        extend_position_embedding(model, 9)
-    with pytest.raises(TypeError, match="rotary"):
-        extend_position_embedding(nn.Linear(2, 2), 9)
-    with pytest.raises(TypeError, match="tokenizer"):
-        update_tokenizer_model_max_length(nn.Linear(2, 2), 9)
+    refused(ValueError, "reads 10 tokens", extend_position_embedding, model, 9)
+    refused(TypeError, "rotary", extend_position_embedding, nn.Linear(2, 2), 9)
+    refused(TypeError, "tokenizer", update_tokenizer_model_max_length, nn.Linear(2, 2), 9)
 
 
 def test_the_tokenizer_truncates_later() -> None:

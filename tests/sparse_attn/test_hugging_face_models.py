@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.launching import Jobs
+from tests.refusing import refused
 from tests.sparse_attn.test_hugging_face import batch, logits, make
 from thinwire.sparse_attn import (
     BigBird,
@@ -63,8 +64,7 @@ def test_every_form_of_mask_hides_what_was_added_or_is_refused() -> None:
         ((16, ids, torch.ones(2, 6)), "attention_mask has shape"),
         ((0, ids), "block_size is 0"),
     ):
-        with pytest.raises(ValueError, match=message):
-            pad_to_block_size(*arguments)
+        refused(ValueError, message, pad_to_block_size, *arguments)
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta"])
@@ -129,8 +129,7 @@ def test_saved_and_loaded_again_and_again(tmp_path: Path) -> None:
     for loaded in (model, transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()):
         assert torch.equal(logits(densify(loaded), inputs), own)
         assert "thinwire" not in str(loaded.config.to_dict())
-    with pytest.raises(ValueError, match="was not saved as a sparse model"):
-        sparsify(model)
+    refused(ValueError, "was not saved as a sparse model", sparsify, model)
 
 
 def test_lengthened_positions_are_loaded(tmp_path: Path) -> None:
@@ -146,6 +145,5 @@ def test_a_layout_that_no_configuration_holds_is_asked_for(tmp_path: Path) -> No
     own = logits(sparsify(model, layout), inputs)
     model.save_pretrained(tmp_path)
     loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path).eval()
-    with pytest.raises(ValueError, match="has no layout"):
-        logits(loaded, inputs)
+    refused(ValueError, "has no layout", logits, loaded, inputs)
     assert torch.equal(logits(sparsify(loaded, layout), inputs), own)

@@ -20,19 +20,13 @@ import triton.language as tl
 
 from experiments.benchmarks.triton_compiling import compiling_for, resources
 from experiments.benchmarks.triton_resources import compile_attention, compile_packed
+from tests.sparse_attn import triton_program
 from thinwire.sparse_attn.kernels.triton import launch, packed
 from thinwire.sparse_attn.layouts.named import Custom
 
-GROUPS = (
-    "joined_and_split_blocks",
-    "masks_and_dropout",
-    "long_rows",
-    "nothing_leaks",
-    "packed_blocks",
-    "tensor_cores_in_float32",
-    "tiles_of_every_gpu",
-    "offsets_beyond_2_to_the_31",
-)
+PROGRAM = triton_program.__name__
+GROUPS = [name for name, one in vars(triton_program).items() if getattr(one, "__module__", "") == PROGRAM]
+GROUPS = [name for name in GROUPS if not name.startswith("_")]
 SHARED_MEMORY = 163 << 10  # bytes that a program may have on sm_80
 
 
@@ -41,7 +35,7 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str
     """All groups that are selected in one process: importing torch and Triton takes as long as most of them."""
     specs = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
     groups = [spec.params["group"] for spec in specs if spec is not None and "group" in spec.params]
-    command = [sys.executable, "-m", "tests.sparse_attn.triton_program", *groups]
+    command = [sys.executable, "-m", PROGRAM, *groups]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as program:
         yield program
         program.kill()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.launching import on_threads
+from tests.refusing import refused
 from thinwire.comm import Communicator, threads
 from thinwire.optim import OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
 from thinwire.zero import Averaging, ShardedOptimizer
@@ -253,8 +254,7 @@ def test_a_sum_in_the_steps_of_a_compressed_optimizer() -> None:
     ],
 )
 def test_what_cannot_work_is_told(make, averaging, options, error, message) -> None:
-    with pytest.raises(error, match=message):
-        stepped(make, 1, averaging=Averaging(**averaging), **options)
+    refused(error, message, stepped, make, 1, averaging=Averaging(**averaging), **options)
 
 
 # The seal

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refusing import refused
 from thinwire.zero import bucket_numel, partition, shard_numel, valid_in_shard
 from thinwire.zero.bucket_layout import partition_whole
 
@@ -82,8 +83,7 @@ def test_shards_hold_everything_and_waste_less_than_a_block_each(numel, world_si
     ],
 )
 def test_impossible_buckets_are_refused(make, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+    refused(ValueError, message, make)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tests.launching import on_threads
 from tests.optim.subject import LOCAL, Subject
 from tests.optim.training import loss_of, make_model, through_a_file, watcher, weights
 from tests.optim.training import train as train_one
+from tests.refusing import refused
 from tests.zero.saved import join, save
 from tests.zero.training import ADAMW, SGD, build, train
 from thinwire import ShardedOptimizer
@@ -148,8 +149,7 @@ def test_parameters_outside_of_the_gated_module_do_not_wait() -> None:
         inner, outer = nn.Linear(8, 8), nn.Linear(8, 8)
         optimizer = build(comm, nn.ModuleList([inner, outer]), 1, **SGD, bucket_bytes=64)
         optimizer.gather_during_forward(inner)
-        with pytest.raises(RuntimeError, match="was called before"):
-            optimizer.gather_during_forward(outer)
+        refused(RuntimeError, "was called before", optimizer.gather_during_forward, outer)
         outer(inner(torch.ones(2, 8))).square().sum().backward()
         optimizer.step()
         return [parameter.detach().clone() for parameter in outer.parameters()]
@@ -183,5 +183,4 @@ def test_drift_is_found_between_local_steps(comm: Communicator, stage: int, inte
     if comm.rank == 1:
         with torch.no_grad():
             model[2].weight[0, 0] += 0.1
-    with pytest.raises(ReplicaDriftError, match=r"weights of ranks \[1\] differ"):
-        train_one(model, optimizer, range(LOCAL, LOCAL + 12))
+    refused(ReplicaDriftError, r"weights of ranks \[1\] differ", train_one, model, optimizer, range(LOCAL, LOCAL + 12))

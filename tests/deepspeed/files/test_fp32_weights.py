@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.engine.checkpoint.jobs import Values, same, save
 from tests.engine.tiny import make_engine, make_model, settings, train
+from tests.refusing import refused
 from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.command_line import main
@@ -120,8 +121,7 @@ def test_the_command(saved, tmp_path, capsys) -> None:
 
 
 def test_what_is_not_there(tmp_path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint in"):
-        get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    refused(CheckpointError, "no checkpoint in", get_fp32_state_dict_from_zero_checkpoint, tmp_path)
     save(tmp_path, ("step-1", Values(1, 2)))
     with pytest.raises(CheckpointError, match="does not say which of its parameters were frozen"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
@@ -134,5 +134,4 @@ def test_what_is_not_there(tmp_path) -> None:
 def test_sizes(given, size) -> None:
     assert file_size(given) == size
     for wrong in ("big", "5 XB", 0, "-1", 2.5, True):
-        with pytest.raises((ValueError, TypeError), match="largest size is a number of bytes"):
-            file_size(wrong)
+        refused((ValueError, TypeError), "largest size is a number of bytes", file_size, wrong)
