@@ -191,8 +191,14 @@ def _meet_on_this_host(launch: Launch, size: int, timeout: float, environ: Mappi
         return store
     store = serve_store(_LOOPBACK, 0, group_timeout(timeout), size)
     _write_port(path, store.port)
+    deadline = time.monotonic() + timeout
     try:
-        _wait_for(store, size - 1, timeout)
+        while (came := store.add(_ARRIVED, 0)) < size - 1:
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{came} of {size - 1} other ranks came within {timeout:g} s: did all of them start?"
+                )
+            time.sleep(_POLL_SECONDS)
     finally:
         path.unlink(missing_ok=True)
     return store
@@ -212,14 +218,6 @@ def _store(address: str, port: int, launch: Launch, size: int, timeout: float) -
     if launch.rank == 0 and _is_loopback(address):
         return serve_store(_LOOPBACK, port, group_timeout(timeout), size)
     return TCPStore(address, port, size, launch.rank == 0, group_timeout(timeout), wait_for_workers=False)
-
-
-def _wait_for(store: Store, others: int, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while (arrived := store.add(_ARRIVED, 0)) < others:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{arrived} of {others} other ranks came within {timeout:g} s: did all of them start?")
-        time.sleep(_POLL_SECONDS)
 
 
 def _is_loopback(address: str) -> bool:

@@ -35,56 +35,6 @@ _POLL_SECONDS = 0.05
 _STORE_SECONDS = 1.0
 
 
-class StoreRollCall:
-    """Roll calls of one communicator. ``host`` is the rank that serves the store, None if it is no rank."""
-
-    def __init__(self, store: Store, rank: int, size: int, host: int | None) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._host = host
-
-    def alarmed(self) -> bool:
-        """Whether a rank has opened the roll call, or the store is lost, which is a failure as well."""
-        try:
-            return bool(within(_STORE_SECONDS, lambda: self._store.check(["alarm"])))
-        except RuntimeError:
-            return True
-
-    def hold(self, call: Call) -> RollCall:
-        """Say where this rank stands and collect what the others say, for ``ROLL_CALL_SECONDS`` at most."""
-        answers: dict[int, Call] = {}
-        try:
-            complete = within(ROLL_CALL_SECONDS + _STORE_SECONDS, lambda: self._collect(call, answers))
-        except RuntimeError:
-            complete = None
-        if complete is None:
-            if self._host is None or self._host == self._rank:
-                return RollCall({}, (), "the job's store does not answer either, so no rank can be named")
-            return RollCall({}, (self._host,), "it serves the job's store, so the other ranks are unknown")
-        absent = [rank for rank in range(self._size) if rank not in answers]
-        return RollCall(answers, tuple(absent))
-
-    def _collect(self, call: Call, answers: dict[int, Call]) -> bool:
-        deadline = time.monotonic() + ROLL_CALL_SECONDS
-        self._store.set(f"at/{self._rank}", call.encode().decode())
-        self._store.set("alarm", "1")
-        while len(answers) < self._size and time.monotonic() < deadline:
-            for rank in self._present("at", set(range(self._size)) - answers.keys()):
-                answers[rank] = Call.decode(self._store.get(f"at/{rank}"))
-            time.sleep(_POLL_SECONDS)
-        self._store.set(f"left/{self._rank}", "1")
-        # The store dies with its host: it stays until all who answered have read the answers.
-        readers = set(answers) if self._rank == self._host else set()
-        while readers and time.monotonic() < deadline:
-            readers -= self._present("left", readers)
-            time.sleep(_POLL_SECONDS)
-        return True
-
-    def _present(self, kind: str, ranks: set[int]) -> set[int]:
-        return {rank for rank in ranks if self._store.check([f"{kind}/{rank}"])}
-
-
 def within(seconds: float, ask: Callable[[], Result]) -> Result | None:
     """``ask()``, or None if it takes longer than ``seconds``; its exception if it raises one."""
     answer: list[Result] = []
@@ -173,8 +123,7 @@ class TorchCommunicator(Communicator):
         super().__init__(self._group.rank(), self._group.size(), backend, timeout)
         # At exit too: a group that outlives Python's shutdown aborts the process from Gloo's threads.
         self._let_go = weakref.finalize(self, wiring.let_go)
-        store = PrefixStore(f"{wiring.path}/roll", wiring.store)
-        self._roll = StoreRollCall(store, self.rank, self.size, _host_of_store(wiring))
+        self._roll = PrefixStore(f"{wiring.path}/roll", wiring.store)
 
     def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
         if self._takes_turns(input, input.nbytes // self.size):
@@ -223,11 +172,46 @@ class TorchCommunicator(Communicator):
         if self._let_go.detach() is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
-    def _roll_call(self, call: Call) -> RollCall:
-        return self._roll.hold(call)
-
     def _alarmed(self) -> bool:
-        return self._roll.alarmed()
+        """Whether a rank has opened a roll call, or the store is lost, which is a failure as well."""
+        roll = self._roll  # alone: a store that is stopped must not keep this communicator
+        try:
+            return bool(within(_STORE_SECONDS, lambda: roll.check(["alarm"])))
+        except RuntimeError:
+            return True
+
+    def _roll_call(self, call: Call) -> RollCall:
+        """Say where this rank stands and collect what the others say, for ``ROLL_CALL_SECONDS`` at most."""
+        answers: dict[int, Call] = {}
+        host = _host_of_store(self._wiring)
+        try:
+            complete = within(ROLL_CALL_SECONDS + _STORE_SECONDS, lambda: self._collect(call, answers, host))
+        except RuntimeError:
+            complete = None
+        if complete is None:
+            if host is None or host == self.rank:
+                return RollCall({}, (), "the job's store does not answer either, so no rank can be named")
+            return RollCall({}, (host,), "it serves the job's store, so the other ranks are unknown")
+        return RollCall(answers, tuple(rank for rank in range(self.size) if rank not in answers))
+
+    def _collect(self, call: Call, answers: dict[int, Call], host: int | None) -> bool:
+        deadline = time.monotonic() + ROLL_CALL_SECONDS
+        self._roll.set(f"at/{self.rank}", call.encode().decode())
+        self._roll.set("alarm", "1")
+        while len(answers) < self.size and time.monotonic() < deadline:
+            for rank in self._present("at", set(range(self.size)) - answers.keys()):
+                answers[rank] = Call.decode(self._roll.get(f"at/{rank}"))
+            time.sleep(_POLL_SECONDS)
+        self._roll.set(f"left/{self.rank}", "1")
+        # The store dies with its host: it stays until all who answered have read the answers.
+        readers = set(answers) if self.rank == host else set()
+        while readers and time.monotonic() < deadline:
+            readers -= self._present("left", readers)
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def _present(self, kind: str, ranks: set[int]) -> set[int]:
+        return {rank for rank in ranks if self._roll.check([f"{kind}/{rank}"])}
 
     def _needs_staging(self, device: torch.device, *, reduction: bool) -> bool:
         backend = self._wiring.backend_of.get(device.type)
@@ -332,7 +316,7 @@ def _wire(group: dist.ProcessGroup | None) -> _Wiring:
 
 
 def _host_of_store(wiring: _Wiring) -> int | None:
-    """The rank that serves the store: the job's rank 0, unless the launcher itself or a file does."""
+    """The rank that serves the store: the job's rank 0; None if it is no rank, but the launcher itself or a file."""
     store = wiring.store
     while isinstance(store, PrefixStore):
         store = store.underlying_store
