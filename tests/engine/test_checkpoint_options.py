@@ -11,14 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.engine.tiny import (
-    BF16,
-    Tiny,
-    make_engine,
-    make_model,
-    settings,
-    train,
-)
+from tests.engine.tiny import BF16, Tiny, make_engine, make_model, settings, train
 from thinwire.comm import threads
 from thinwire.engine import CheckpointError
 from thinwire.engine.job_checkpoints import TagError

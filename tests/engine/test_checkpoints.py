@@ -11,17 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.tiny import (
-    BF16,
-    equal,
-    loss_of,
-    make_engine,
-    make_model,
-    settings,
-    train,
-    train_same_data,
-    weights,
-)
+from tests.engine.tiny import BF16, equal, loss_of, make_engine, make_model, settings, train, train_same_data, weights
 from tests.optim.zero_one.reference import SCHEDULE as ZERO_ONE_SCHEDULE
 from thinwire import initialize
 from thinwire.comm import threads

@@ -10,18 +10,8 @@ import safetensors.torch
 import torch
 
 import thinwire
-from tests.engine.tiny import (
-    BF16,
-    at_stages,
-    equal,
-    loss_of,
-    make_engine,
-    make_model,
-    settings,
-    train,
-    train_same_data,
-    weights,
-)
+from tests.engine import tiny
+from tests.engine.tiny import BF16, at_stages, equal, loss_of, make_engine, settings, train, train_same_data, weights
 from thinwire.comm import Communicator, threads
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -53,7 +43,7 @@ def test_it_is_the_optimizer_with_accumulation_clipping_and_a_schedule() -> None
         return weights(engine.module), engine.optimizer.bytes_sent
 
     def by_hand(comm: Communicator) -> tuple[dict[str, torch.Tensor], int]:
-        model = make_model()
+        model = tiny.make_model()
         options = {name: value for name, value in PARAMS.items() if name != "inner"}
         optimizer = thinwire.DiLoCo(
             model.named_parameters(), torch.optim.AdamW, comm=comm, weight_decay=0.1, max_norm=0.5, **options

@@ -8,22 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.engine.tiny import (
-    BF16,
-    FEATURES,
-    MICRO,
-    Tiny,
-    at_stages,
-    batch,
-    equal,
-    loss_of,
-    make_engine,
-    make_model,
-    reference,
-    settings,
-    train,
-    weights,
-)
+from tests.engine import tiny
+from tests.engine.tiny import BF16, MICRO, at_stages, batch, loss_of, make_engine, make_model, settings, train, weights
 from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.engine import CallError
@@ -36,7 +22,7 @@ PRECISIONS = BF16 | {"fp16": {"enabled": True, "initial_scale_power": 8}}
     [(1, 12, 1, 0.0), (4, 12, 1, 0.0), (1, 6, 3, 0.2), (3, 6, 3, 0.2)],
 )
 def test_losses_are_plain_torchs(world, steps, accumulation, max_norm) -> None:
-    expected = torch.tensor(reference(world, steps, accumulation, max_norm))
+    expected = torch.tensor(tiny.reference(world, steps, accumulation, max_norm))
 
     def body(comm):
         losses = []
@@ -56,7 +42,7 @@ def test_losses_are_plain_torchs(world, steps, accumulation, max_norm) -> None:
 
 @pytest.mark.parametrize(("precision", "accumulation"), [("bf16", 1), ("bf16", 2), ("fp16", 2)])
 def test_16_bit_follows_fp32(precision, accumulation) -> None:
-    expected = reference(2, 25, accumulation, max_norm=0.5)
+    expected = tiny.reference(2, 25, accumulation, max_norm=0.5)
 
     def body(comm):
         results = []
@@ -216,13 +202,13 @@ def test_a_step_can_be_dropped() -> None:
 
 
 def test_inputs_by_place_and_by_name_reach_the_model_in_its_dtype() -> None:
-    class Scaled(Tiny):
+    class Scaled(tiny.Tiny):
         def forward(self, inputs, *, scale):
             assert inputs.dtype == scale.dtype == torch.bfloat16
             return super().forward(inputs) * scale
 
     engine, *_ = initialize(model=Scaled(), config=settings(**BF16))
-    assert engine(torch.ones(MICRO, FEATURES), scale=torch.ones(1)).dtype == torch.bfloat16
+    assert engine(torch.ones(MICRO, tiny.FEATURES), scale=torch.ones(1)).dtype == torch.bfloat16
 
 
 # Without an optimizer
@@ -245,7 +231,7 @@ def test_weights_of_a_training_job_are_evaluated(tmp_path, precision) -> None:
         inputs, _ = batch(comm.rank, 0)
         with torch.no_grad():
             assert torch.equal(engine(inputs), trained(inputs))
-        assert equal(weights(engine), weights(trained.module))
+        assert tiny.equal(weights(engine), weights(trained.module))
         engine.destroy()
 
     at_stages(body, 0, 2)
@@ -264,12 +250,12 @@ def test_it_takes_and_saves_rank_0s_weights_which_others_load(tmp_path) -> None:
         trained.load_checkpoint(tmp_path / "checkpoints", load_optimizer_states=False)
         with pytest.raises(ValueError, match="none"):
             trained.load_checkpoint(tmp_path / "checkpoints")
-        assert all(equal(weights(one.module), expected) for one in (engine, other, trained))
+        assert all(tiny.equal(weights(one.module), expected) for one in (engine, other, trained))
         other.load_state_dict(make_model(7).state_dict())
-        assert equal(weights(other.module), weights(make_model(7)))
+        assert tiny.equal(weights(other.module), weights(make_model(7)))
 
     threads.run(body, 2)
-    assert load_file(tmp_path / "model.safetensors").keys() <= Tiny().state_dict().keys()
+    assert load_file(tmp_path / "model.safetensors").keys() <= tiny.Tiny().state_dict().keys()
 
 
 def test_it_cannot_train() -> None:

@@ -10,19 +10,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.engine.tiny import (
-    BF16,
-    at_stages,
-    equal,
-    make_engine,
-    make_model,
-    reference,
-    settings,
-    speaking,
-    train,
-    train_same_data,
-    weights,
-)
+from tests.engine import tiny
+from tests.engine.tiny import BF16, at_stages, equal, make_engine, settings, speaking, train, train_same_data, weights
 from tests.optim.zero_one.reference import SCHEDULE
 from thinwire import initialize
 from thinwire.comm import Communicator, threads
@@ -208,7 +197,7 @@ def test_muon_takes_matrices_by_deepspeeds_rule_and_a_schedule_steers_both_group
 @pytest.mark.parametrize(("name", "cls"), [("Lamb", Lamb), ("Lion", Lion), ("Muon", Muon)])
 def test_one_that_is_passed_trains_as_one_that_is_named(name: str, cls: type[torch.optim.Optimizer]) -> None:
     def rank(comm: Communicator) -> None:
-        model = make_model()
+        model = tiny.make_model()
         given = cls(model.parameters(), **PARAMS[name])
         engine = initialize(model=model, optimizer=given, config=exact(name, 1) | {"optimizer": None}, comm=comm)[0]
         assert train(engine, range(4)) == train(make_engine(comm, exact(name, 2)), range(4))
@@ -236,7 +225,7 @@ def test_the_configuration_says_whether_moments_are_corrected(stage: int, kind: 
         return train(engine, range(3, 8))
 
     found = threads.run(lambda comm: body(comm, False), 2)[0]
-    assert found == pytest.approx(reference(2, 8, kind=AdamW), rel=1e-5)
+    assert found == pytest.approx(tiny.reference(2, 8, kind=AdamW), rel=1e-5)
     assert threads.run(lambda comm: body(comm, True), 2)[0] != pytest.approx(found, rel=1e-3)
     assert threads.run(resume, 2)[0] == pytest.approx(found[3:], rel=1e-6)
 

@@ -12,18 +12,8 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.hugging_face.tiny import (
-    BATCH,
-    RATE,
-    batches,
-    flat,
-    logged,
-    make_arguments,
-    make_model,
-    make_samples,
-    plain_loop,
-    same_tensors,
-)
+from tests.hugging_face import tiny
+from tests.hugging_face.tiny import BATCH, RATE, batches, flat, logged, make_arguments, make_model, make_samples
 from tests.launching import same_on_all_ranks
 from thinwire import DiLoCo, OneBitAdam
 from thinwire.comm import Communicator
@@ -41,7 +31,7 @@ def trains_workers_apart(comm: Communicator, folder: Path) -> None:
     samples = make_samples(BATCH * comm.size * STEPS * 2)
     model = make_model()
     optimizer = DiLoCo(model.named_parameters(), lr=RATE, max_norm=MAX_NORM, **OPTIONS)
-    assert list(plain_loop(model, optimizer, batches(samples, comm.rank, comm.size), 2))
+    assert list(tiny.plain_loop(model, optimizer, batches(samples, comm.rank, comm.size), 2))
     own = flat(model).clone()
     optimizer.synchronize()
     together = flat(model)
@@ -114,7 +104,7 @@ def trains_adapters(comm: Communicator, folder: Path) -> None:
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert torch.equal(trained(whole.model), trained(resumed.model))
     expected, found = (one.optimizer.optimizer.rank_tensors() for one in (whole, resumed))
-    assert same_tensors(expected, found)
+    assert tiny.same_tensors(expected, found)
 
     whole.save_model(str(folder / "adapters"))
     comm.barrier()

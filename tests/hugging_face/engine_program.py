@@ -14,17 +14,8 @@ from torch import Tensor
 from transformers import BertForSequenceClassification
 
 from tests.engine.test_published import ZERO_2, ZERO_3
-from tests.hugging_face.tiny import (
-    BATCH,
-    KEEP_BEST,
-    RATE,
-    logged,
-    make_arguments,
-    make_model,
-    make_samples,
-    run_all,
-    same_tensors,
-)
+from tests.hugging_face import tiny
+from tests.hugging_face.tiny import BATCH, RATE, logged, make_arguments, make_model, make_samples, run_all, same_tensors
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.engine import Engine
@@ -164,7 +155,7 @@ def trains_as_the_stock_trainer(comm: Communicator, folder: Path) -> None:
 def keeps_the_best(comm: Communicator, folder: Path) -> None:
     """At stage 3: weights of the best checkpoint in the end, the others deleted."""
     samples = make_samples(160)
-    arguments = make_arguments(folder, max_steps=9, save_total_limit=1, **KEEP_BEST)
+    arguments = make_arguments(folder, max_steps=9, save_total_limit=1, **tiny.KEEP_BEST)
     qualities = iter((0.0, 1.0, 0.0, 0.0))
     trainer = Trainer(
         make_model(),

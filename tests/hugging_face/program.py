@@ -17,13 +17,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from tests.hugging_face.adapters_and_workers import (
-    OPTIONS,
-    WORKERS,
-    the_lora_example,
-    trains_adapters,
-    trains_workers_apart,
-)
+from tests.hugging_face import adapters_and_workers
+from tests.hugging_face.adapters_and_workers import OPTIONS, WORKERS, the_lora_example, trains_adapters
 from tests.hugging_face.tiny import (
     BATCH,
     KEEP_BEST,
@@ -335,7 +330,7 @@ if __name__ == "__main__":
         a_stock_trainer,
         accelerate_by_itself,
         trains_adapters,
-        trains_workers_apart,
+        adapters_and_workers.trains_workers_apart,
         the_example,
         the_lora_example,
         mixed_precision,  # leaves Accelerate with another precision
