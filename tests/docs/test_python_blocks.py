@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
 import pytest
@@ -58,26 +57,3 @@ def test_it_runs(page: Path) -> None:
 def test_every_block_says_what_it_is(page: Path) -> None:
     strange = [f"{block}: {block.language!r}" for block in blocks(page) if block.language not in LANGUAGES]
     assert not strange, f"expected one of {', '.join(sorted(LANGUAGES))} after ```"
-
-
-def test_a_wrong_block_is_named_by_page_and_line(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    wrong = "```python\ntorch.zeros(2).sum()\ntorch.nil()\n```\n"
-    page.write_text(f"# Page\n\n```python\nimport torch\n```\n\n1. In a list\n\n{indent(wrong, '   ')}")
-    with pytest.raises(AttributeError, match="nil") as caught:
-        run_page(page)
-    assert (page, 11) in [(Path(entry.path), entry.lineno + 1) for entry in caught.traceback]
-
-
-def test_a_page_whose_first_block_cannot_be_pasted_is_named(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("```python\ntorch.zeros(2)\n```\n")
-    with pytest.raises(AssertionError, match=r"page\.md:2: the first block"):
-        run_page(page)
-
-
-def test_a_fence_that_nothing_closes_is_named(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("text\n```python\nimport torch\n")
-    with pytest.raises(ValueError, match=r"page\.md:2: nothing closes"):
-        list(blocks(page))

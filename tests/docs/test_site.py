@@ -1,11 +1,12 @@
-"""What makes a site of the documentation: links lead to what comes along, and nothing is loaded from elsewhere.
+"""The site has every public name, and links that lead to what comes along; nothing is loaded from elsewhere.
 
-`make docs` builds it; mkdocs itself refuses links and anchors that lead nowhere.
-"""
+`make docs` builds it; mkdocs itself refuses links and anchors that lead nowhere."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,12 @@ from types import SimpleNamespace
 import pytest
 from mkdocs.exceptions import PluginError
 
+import thinwire
 from tests.docs.pages import REPOSITORY
 
 THEME = SimpleNamespace(**runpy.run_path(str(REPOSITORY / "docs/theme/repository_pages.py")))
+
+
 PLACES = {
     REPOSITORY / "README.md": "index.md",
     REPOSITORY / "docs/start/swap.md": "start/swap.md",
@@ -71,3 +75,37 @@ def test_a_page_that_loads_from_elsewhere_is_refused(loads: str) -> None:
     with pytest.raises(PluginError, match=r"index\.md loads from elsewhere"):
         THEME.on_post_page(f"<p>text</p>{loads}", page, None)
     THEME.on_post_page('<a href="https://example.org">a link is none</a>', page, None)
+
+
+REFERENCE = REPOSITORY / "docs/reference"
+
+
+# A room that lists nothing offers nothing to users.
+DOORS = [path for path in sorted(REPOSITORY.glob("thinwire/*/__init__.py")) if "__all__" in path.read_text()]
+
+
+ROOMS = [path.parent.name for path in DOORS]
+
+
+def shown(room: str) -> list[str]:
+    """What the page of a room asks mkdocstrings for; nothing where there is no page."""
+    page = REFERENCE / f"{room}.md"
+    return re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE) if page.exists() else []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_page_has_every_public_name_of_its_room_once(room: str) -> None:
+    names = [f"thinwire.{room}.{name}" for name in importlib.import_module(f"thinwire.{room}").__all__]
+    missing = set(names) - set(shown(room))
+    assert not missing, f"docs/reference/{room}.md, which mkdocs.yml has in its nav, lacks `::: NAME` for these"
+    assert len(shown(room)) == len(set(shown(room)))
+
+
+def test_what_thinwire_offers_itself_is_on_the_page_of_its_room() -> None:
+    overview = (REFERENCE / "README.md").read_text()
+    everything = {name.rpartition(".")[2] for room in ROOMS for name in shown(room)}
+    for name in set(thinwire.__all__) - set(ROOMS) - {"__version__"}:
+        assert name in everything
+        assert f"`{name}`" in overview
+    for room in ROOMS:
+        assert f"({room}.md)" in overview

@@ -13,6 +13,7 @@ import thinwire
 from tests.engine import tiny
 from tests.engine.tiny import BF16, at_stages, equal, loss_of, make_engine, settings, train, train_same_data, weights
 from thinwire.comm import Communicator, threads
+from thinwire.engine import Engine
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 PARAMS: dict[str, Any] = {
@@ -65,28 +66,40 @@ def test_it_is_the_optimizer_with_accumulation_clipping_and_a_schedule() -> None
 
 
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
-def test_it_learns_and_evaluates_on_the_outer_weights(precision: dict[str, Any]) -> None:
-    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+def test_it_learns_evaluates_on_the_outer_weights_and_exports_them(tmp_path, precision: dict[str, Any]) -> None:
+    def body(comm: Communicator) -> Any:
         engine = make_engine(comm, diloco(params={"lr": 1e-2}, **precision))
         first = train(engine, range(5))
         train(engine, range(5, 19))
         own, sent = weights(engine.module), engine.optimizer.bytes_sent
         assert engine.eval() is engine.module
         common = weights(engine.module)
+        engine.save_16bit_model(tmp_path, "evaluated.safetensors")
         engine.train()
         assert equal(weights(engine.module), own)
         assert not equal(own, common)
         assert engine.optimizer.bytes_sent == sent
+        engine.save_16bit_model(tmp_path, "met.safetensors")  # takes an outer step first
+        assert engine.optimizer.in_sync
+        met = weights(engine.module)
         assert sum(train(engine, range(19, 30))[-5:]) < 0.8 * sum(first)
-        return common
+        return common, met
 
-    first, second = threads.run(body, 2)
-    assert equal(first, second)
+    (common, met), others = threads.run(body, 2)
+    assert equal(common, others[0])
+    assert not equal(common, met)
+    for name, values in (("evaluated", common), ("met", met), ("met", others[1])):
+        saved = safetensors.torch.load_file(tmp_path / f"{name}.safetensors")
+        assert all(torch.equal(values[key].bfloat16(), one) for key, one in saved.items() if key != "calls")
 
 
 @pytest.mark.parametrize("precision", [BF16, FP16], ids=["bf16", "fp16"])
 def test_resume(tmp_path, precision: dict[str, Any]) -> None:
     config = diloco(scheduler={"type": "StepLR", "params": {"step_size": 3, "gamma": 0.9}}, **precision)
+
+    def go_on(engine: Engine) -> Any:
+        train_same_data(engine, range(7, 15))
+        return weights(engine.module), engine.get_lr(), engine.loss_scaler.value if precision is FP16 else None
 
     def save(comm: Communicator) -> Any:
         engine = make_engine(comm, config)
@@ -97,15 +110,13 @@ def test_resume(tmp_path, precision: dict[str, Any]) -> None:
             engine.optimizer.loss_scale = 64.0
         train(engine, range(6, 7))  # a fragment is under way
         engine.save_checkpoint(tmp_path)
-        train_same_data(engine, range(7, 15))
-        return weights(engine.module), engine.get_lr(), engine.loss_scaler.value if precision is FP16 else None
+        return go_on(engine)
 
     def resume(comm: Communicator) -> Any:
         engine = make_engine(comm, config, seed=1)
         assert engine.load_checkpoint(tmp_path)[0]
         assert engine.global_steps == engine.optimizer.steps == 7
-        train_same_data(engine, range(7, 15))
-        return weights(engine.module), engine.get_lr(), engine.loss_scaler.value if precision is FP16 else None
+        return go_on(engine)
 
     expected = threads.run(save, 2)
     for (ours, *others), (wanted, *wanted_others) in zip(threads.run(resume, 2), expected, strict=True):
@@ -121,27 +132,6 @@ def test_resume(tmp_path, precision: dict[str, Any]) -> None:
     outer = threads.run(elsewhere, 2)[0]
     for world in (1, 3):
         assert all(equal(one, outer) for one in threads.run(elsewhere, world))
-
-
-def test_what_is_exported_is_the_outer_weights(tmp_path) -> None:
-    def body(comm: Communicator) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        engine = make_engine(comm, diloco())
-        train(engine, range(7))
-        engine.eval()
-        shown, sent = weights(engine.module), engine.optimizer.bytes_sent
-        engine.save_16bit_model(tmp_path, "evaluated.safetensors")
-        assert engine.optimizer.bytes_sent == sent
-        engine.train()
-        engine.save_16bit_model(tmp_path, "met.safetensors")  # takes an outer step first
-        assert engine.optimizer.in_sync
-        return shown, weights(engine.module)
-
-    outcomes = threads.run(body, 2)
-    for shown, met in outcomes:
-        for name, values in (("evaluated", shown), ("met", met)):
-            saved = safetensors.torch.load_file(tmp_path / f"{name}.safetensors")
-            assert all(torch.equal(values[key].bfloat16(), one) for key, one in saved.items() if key != "calls")
-    assert not equal(outcomes[0][0], outcomes[0][1])
 
 
 @pytest.mark.filterwarnings("ignore:step")

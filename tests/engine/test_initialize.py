@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tests.engine.tiny import MICRO, equal, loss_of, make_engine, make_model, settings, speaking, train
 from thinwire import initialize
@@ -173,6 +174,13 @@ def test_adagrads_first_state_is_not_a_used_one() -> None:
     assert train(engine, range(2))
 
 
+WARMUP, LEYER = {"type": "WarmupLR"}, {"modules": ["Leyer"]}
+
+
+def own(optimizer):
+    return {"config": settings(optimizer=None), "optimizer": optimizer}
+
+
 def stepped(model):
     optimizer = torch.optim.AdamW(model.parameters())
     loss_of(model, 0, 0).backward()
@@ -183,42 +191,22 @@ def stepped(model):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        (
-            lambda model: {"config": settings(optimizer=None, scheduler={"type": "WarmupLR"})},
-            ValueError,
-            "a schedule and no optimizer",
-        ),
+        (lambda _: {"config": settings(optimizer=None, scheduler=WARMUP)}, ValueError, "a schedule and no optimizer"),
         (lambda model: {"mpu": object()}, ValueError, "mpu asks for model, pipeline or sequence parallelism"),
         (lambda model: {"mesh_param": (1, 2)}, ValueError, "mesh_param asks for"),
         (lambda model: {"distributed_port": "29500"}, TypeError, "distributed_port is a number or None, not '29500'"),
         (lambda model: {"config_params": settings()}, ValueError, "`config_params`, its old name"),
+        (lambda model: own(stepped(model)), ValueError, "stepped already"),
+        (lambda model: own(torch.optim.LBFGS(model.parameters())), ValueError, "cannot be sharded.*LBFGS"),
+        (lambda model: own(3), TypeError, "must be a torch.optim.Optimizer"),
+        (lambda model: own(lambda parameters: None), TypeError, "returned None"),
         (
-            lambda model: {"config": settings(optimizer=None), "optimizer": stepped(model)},
+            lambda model: own(torch.optim.Muon([model.mix.weight])),
             ValueError,
-            "stepped already",
+            r"pass thinwire\.optim.Muon, which has AdamW",
         ),
         (
-            lambda model: {"config": settings(optimizer=None), "optimizer": torch.optim.LBFGS(model.parameters())},
-            ValueError,
-            "cannot be sharded.*LBFGS",
-        ),
-        (
-            lambda model: {"config": settings(optimizer=None), "optimizer": 3},
-            TypeError,
-            "must be a torch.optim.Optimizer",
-        ),
-        (lambda model: {"config": settings(optimizer=None), "optimizer": lambda _: None}, TypeError, "returned None"),
-        (
-            lambda model: {"config": settings(optimizer=None), "optimizer": torch.optim.Muon([model.mix.weight])},
-            ValueError,
-            r"pass thinwire\.optim.Muon, which has AdamW for the rest",
-        ),
-        (
-            lambda model: {
-                "config": settings(optimizer=None),
-                "optimizer": torch.optim.SGD(model.parameters()),
-                "model_parameters": [model.mix.weight],
-            },
+            lambda model: own(torch.optim.SGD(model.parameters())) | {"model_parameters": [model.mix.weight]},
             ValueError,
             "lacks 0 of the 1 that require a gradient, and has 15 others",
         ),
@@ -226,11 +214,7 @@ def stepped(model):
         (lambda model: {"lr_scheduler": decaying(sgd(model))}, ValueError, "built on another optimizer"),
         (lambda model: {"lr_scheduler": 3}, TypeError, "got int"),
         (lambda model: {"lr_scheduler": lambda optimizer: None}, TypeError, "returned None"),
-        (
-            lambda model: {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
-            ValueError,
-            "ReduceLROnPlateau cannot be stepped",
-        ),
+        (lambda model: {"lr_scheduler": ReduceLROnPlateau}, ValueError, "ReduceLROnPlateau cannot be stepped"),
         (lambda model: {"model": None}, TypeError, "must be a torch.nn.Module, got NoneType"),
         (lambda model: {"model": nn.ReLU()}, ValueError, "ReLU has no parameters"),
         (lambda model: {"model": model.double()}, TypeError, "'mix.weight'|'nothing'.*float64"),
@@ -239,11 +223,7 @@ def stepped(model):
         (lambda model: {"model": model.requires_grad_(False)}, ValueError, "no parameter requires a gradient"),
         (lambda model: {"config": settings(train_batch_size=7)}, ConfigError, "train_batch_size 7"),
         (lambda model: {"training_data": []}, ValueError, "dataset is empty"),
-        (
-            lambda model: {"config": settings(activation_checkpointing={"modules": ["Leyer"]})},
-            ValueError,
-            "'Leyer' is neither",
-        ),
+        (lambda _: {"config": settings(activation_checkpointing=LEYER)}, ValueError, "'Leyer' is neither"),
         (lambda model: {"config": settings(3)}, ValueError, "needs processes, and these ranks are threads"),
     ],
 )
@@ -294,16 +274,11 @@ def test_a_loader_deals_to_the_ranks() -> None:
     def body(comm):
         engine, _, loader, _ = initialize(model=make_model(), config=settings(seed=3), comm=comm, training_data=data)
         assert engine.training_dataloader is loader
-        seen = []
-        for inputs, wanted in loader:
-            assert len(inputs) == MICRO or len(seen) == 12
-            engine.backward((engine(inputs) - wanted).square().mean())
-            engine.step()
-            seen += inputs[:, 0].int().tolist()
-        return seen
+        batches = [inputs[:, 0].int().tolist() for inputs, _ in loader]
+        assert [len(batch) for batch in batches[:-1]] == [MICRO] * 2
+        return {index for batch in batches for index in batch}
 
-    seen = threads.run(body, 2)
-    assert set(seen[0] + seen[1]) == set(range(29))
+    assert set.union(*threads.run(body, 2)) == set(range(29))
 
 
 def test_a_batch_of_another_size_is_a_warning() -> None:

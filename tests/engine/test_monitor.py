@@ -4,13 +4,10 @@ resume."""
 from __future__ import annotations
 
 import csv
-import json
 import os
 import signal
-import struct
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -319,37 +316,3 @@ def test_monitors_of_a_section_alone(wandb, tmp_path: Path) -> None:
     threads.run(rank, 2)
     assert not wandb.calls
     assert (tmp_path / "test" / "a.csv").read_text() == "sample,a\n4,1.0\n"
-
-
-def wandb_records(file: bytes) -> Iterator[bytes]:
-    """LevelDB's log format after 7 bytes of head: checksum, length and kind (1: a whole record) before each record."""
-    at = 7
-    while at < len(file):
-        _, length, kind = struct.unpack("<IHB", file[at : at + 7])
-        assert kind == 1
-        yield file[at + 7 : at + 7 + length]
-        at += 7 + length
-
-
-def test_the_real_wandb_writes_a_run_offline(tmp_path: Path, monkeypatch) -> None:
-    pytest.importorskip("wandb")
-    records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monitor = Monitor(threads.single(60.0), wandb=WandbConfig(project="p", group="g"))
-    for sample in (8, 16):
-        monitor.write([(LOSS, sample / 4, sample)])
-    monitor.close()
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    found, projects = [], []
-    for raw in wandb_records(file.read_bytes()):
-        record = records.Record()
-        record.ParseFromString(raw)
-        if record.WhichOneof("record_type") == "run":
-            projects.append((record.run.project, record.run.run_group))
-        if record.WhichOneof("record_type") == "history":
-            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-            found.append((row["_step"], row[LOSS]))
-    assert projects[0] == ("p", "g")
-    assert found == [(8, 2.0), (16, 4.0)]

@@ -24,7 +24,6 @@ from tests.lightning.tiny import BATCH, RATE, batches_of, flat, loss_of, make_da
 from thinwire import DiLoCo, OneBitAdam, ZeroOneAdam
 from thinwire import comm as communication
 from thinwire.comm import Communicator
-from thinwire.engine.errors import CheckpointError
 from thinwire.lightning import ThinwireStrategy
 
 RANKS = 2
@@ -45,7 +44,6 @@ def main(folder: Path) -> None:
         validates_and_keeps_the_best,
         mixed_precision,
         under_ddp,
-        what_is_refused,
         the_example,
     ):
         body(comm, folder / body.__name__)
@@ -272,20 +270,6 @@ def under_ddp(comm: Communicator, folder: Path) -> None:
     with pytest.raises(RuntimeError, match=r"pass max_norm= .*gradient_clip_val.* ThinwireStrategy"):
         make_trainer(pl, folder, strategy="ddp", gradient_clip_val=1e-3).fit(clipped)
     assert torch.equal(flat(clipped), before)
-
-
-def what_is_refused(comm: Communicator, folder: Path) -> None:
-    alone = communication.threads.single(10.0)
-    with pytest.raises(ValueError, match=r"OneBitAdam has 1 ranks and the Trainer 2: .* in configure_optimizers\(\)"):
-        make_trainer(pl, folder).fit(Classifier(lambda one: compressed(one, comm=alone)))
-    missing = folder / "missing.ckpt"
-    make_trainer(pl, folder).fit(module := Classifier(compressed, ranks=RANKS))
-    module.trainer.save_checkpoint(missing)
-    if comm.rank == 0:
-        (folder / "thinwire").rename(folder / "elsewhere")
-    comm.barrier()
-    with pytest.raises(CheckpointError, match=r"missing.ckpt goes with .*thinwire: copy both"):
-        make_trainer(pl, folder).fit(Classifier(compressed, ranks=RANKS), ckpt_path=missing)
 
 
 def the_example(comm: Communicator, folder: Path) -> None:
