@@ -17,7 +17,14 @@ from thinwire.compress import Flags, Header, PacketError, make_codec
 from thinwire.compress.kernels import reference
 from thinwire.compress.kernels.calls import WriteHeaders
 from thinwire.compress.kernels.loading import execute
-from thinwire.compress.packet import HEADER_BYTES, Headers, write_headers
+from thinwire.compress.packet import (
+    HEADER_BYTES,
+    Headers,
+    SettingsError,
+    flags_on_device,
+    pass_on_flags,
+    write_headers,
+)
 
 headers = st.builds(
     Header,
@@ -63,6 +70,38 @@ def test_other_bytes_are_no_header(raw) -> None:
 def test_steps_beyond_32_bits_wrap_and_still_match() -> None:
     step = 2**32 + 5
     Header.unpack(Header(1, 64, 0, step).pack()).check(Header(1, 64, 0, step), sender=0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({}, Flags.NONE),
+        ({"settings": 8}, Flags.SETTINGS),
+        ({"flags": Flags(1 << 10)}, Flags.MISMATCH),
+        *(({name: 192}, Flags.MISMATCH) for name in ("codec", "block_size", "bucket", "step", "part")),
+    ],
+)
+def test_a_device_finds_what_the_host_does_and_passes_it_on(changed: dict[str, Any], found: Flags) -> None:
+    header = Header(2, 128, 3, 5, Flags.NONE, 1, 7)
+    rows = [replace(header, flags=Flags.INCOMPLETE), replace(header, **({"flags": Flags.MEET} | changed))]
+    raw = torch.frombuffer(bytearray(b"".join(row.pack() for row in rows)), dtype=torch.uint8).view(2, 16)
+    flags = Flags.INCOMPLETE if "flags" in changed else Flags.INCOMPLETE | Flags.MEET
+    if found:
+        with pytest.raises(SettingsError if found is Flags.SETTINGS else PacketError, match=r"rank 1('s| sent)"):
+            Headers(raw, 1).check(header)
+    else:
+        assert Headers(raw, 1).check(header) == flags
+    assert flags_on_device(raw, header.pack()) == flags | found
+    packets = torch.zeros(3, 20, dtype=torch.uint8)
+    write_headers(packets, replace(header, flags=Flags.UNPLACED).pack())
+    pass_on_flags(packets, flags_on_device(raw, header.pack()))
+    assert Headers(packets[:, :16], 1).check(header) == flags | found | Flags.UNPLACED
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (2, 15)])
+def test_too_few_bytes_are_no_headers(shape: tuple[int, int]) -> None:
+    with pytest.raises(PacketError, match="where there should be 16 a packet"):
+        Headers(torch.zeros(shape, dtype=torch.uint8), 0).check(HEADER)
 
 
 @pytest.mark.parametrize(("finite", "bad_scale"), [(True, False), (False, False), (True, True)])
