@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.plan.strategies import GIGABIT, bert, ethernet
-from tests.plan.test_calibration import calibration
+from tests.plan.test_probe import calibration
 from thinwire.command_line import main
 from thinwire.optim import registry
 from thinwire.plan import (
@@ -104,31 +104,23 @@ def test_a_model_and_a_link_are_enough() -> None:
 
 
 def test_the_answer_is_short_whatever_is_asked(capsys) -> None:
-    for more in (
-        ("--nodes", 1, "--ranks-per-node", 8),
-        ("--memory", "1GB"),
-        ("--methods", "powersgd"),
-        ("--speed-only",),
-    ):
+    for more in ("--nodes 1 --ranks-per-node 8", "--memory 1GB", "--methods powersgd", "--speed-only"):
         for link in ("1Mb/s", "1Gb/s", "1Tb/s"):
-            code, printed, _ = run(capsys, "plan", "--model", "gpt2", "--link", link, *more)
-            assert code == 0
-            assert len(printed.splitlines()) <= 12
+            code, printed, _ = run(capsys, "plan", "--model", "gpt2", "--link", link, *more.split())
+            assert (code, len(printed.splitlines()) <= 12) == (0, True)
 
 
 ON_BERT = ("--model", "bert-base", *LINK)
+FAST = ("--model", "bert-base", "--link", "100Gb/s", "--device", "t4")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         # A fast network is left to DDP.
-        (("--model", "bert-base", "--link", "100Gb/s", "--device", "t4"), "Take DDP with its bf16 hook: "),
-        (
-            ("--model", "bert-base", "--link", "100Gb/s", "--device", "t4"),
-            "hook(None, default_hooks.bf16_compress_hook)",
-        ),
-        (("--model", "bert-base", "--link", "100Gb/s", "--device", "t4"), "OneBitAdam is at least 1.1x as fast as DDP"),
+        (FAST, "Take DDP with its bf16 hook: "),
+        (FAST, "hook(None, default_hooks.bf16_compress_hook)"),
+        (FAST, "OneBitAdam is at least 1.1x as fast as DDP"),
         (
             (*COMPUTE, *CLUSTER, "--parameters", "340e9", "--memory", "1GB"),
             "Nothing fits into 1 GB a rank: AdamW on shards at ZeRO stage 3 needs least, 453 GB",
@@ -169,41 +161,23 @@ def test_verbose_names_every_method(capsys) -> None:
     assert "!" in printed  # DDP holds 20 bytes a parameter: more than 2 GB
 
 
+CHANGES = (
+    "--dtype bf16, --accumulation 2, --update 500ms, --latency 500us, --message 500us, --inside-latency 5ms, "
+    "--inside-message 50ms, --overlap 30%, --memory 1GB, --cores-per-node 2, --methods ddp-fp32, --powersgd-ranks 2, "
+    "--steps 50, --warmup 0.5, --warmup-wire fp32, --var-freeze-step 3, --var-update-scaler 3, --local-step-scaler 3, "
+    "--local-step-clipper 3, --every 17, --fragments 3, --outer-overlap 0, --outer-codec sign1, --bucket 3MiB, "
+    "--sequence 128, --micro-batch 3"
+)
+
+
 def test_every_option_of_a_run_has_an_effect(capsys) -> None:
     """None is accepted and ignored: each changes some prediction."""
     # A few, as the break-even rates of all take a second.
     methods = ("--methods", "powersgd", "sharded-adam", "onebit-adam", "zero-one-adam", "diloco")
     base = (*CLUSTER, "--model", "bert-base", *methods)
     before = planned(capsys, *base)["predictions"]
-    for change in (
-        ("--dtype", "bf16"),
-        ("--accumulation", "2"),
-        ("--update", "500ms"),
-        ("--latency", "500us"),
-        ("--message", "500us"),
-        ("--inside-latency", "5ms"),
-        ("--inside-message", "50ms"),
-        ("--overlap", "30%"),
-        ("--memory", "1GB"),
-        ("--cores-per-node", "2"),
-        ("--methods", "ddp-fp32"),
-        ("--powersgd-ranks", "2"),
-        ("--steps", "50"),
-        ("--warmup", "0.5"),
-        ("--warmup-wire", "fp32"),
-        ("--var-freeze-step", "3"),
-        ("--var-update-scaler", "3"),
-        ("--local-step-scaler", "3"),
-        ("--local-step-clipper", "3"),
-        ("--every", "17"),
-        ("--fragments", "3"),
-        ("--outer-overlap", "0"),
-        ("--outer-codec", "sign1"),
-        ("--bucket", "3MiB"),
-        ("--sequence", "128"),
-        ("--micro-batch", "3"),
-    ):
-        assert planned(capsys, *base, *change)["predictions"] != before, change
+    for change in CHANGES.split(", "):
+        assert planned(capsys, *base, *change.split())["predictions"] != before, change
 
 
 def test_local_updates_say_what_was_published_of_their_loss_and_whether_a_fragment_hides(capsys) -> None:
@@ -311,23 +285,14 @@ def test_a_calibration_stands_for_the_cluster(capsys, tmp_path: Path) -> None:
         ((*CLUSTER, "--model", "bert-base", "--layers", "3"), "go with --parameters: a --model has its own"),
         ((*CLUSTER, "--parameters", "5M", "--layers", "3"), "activations need all of"),
         ((*CLUSTER, "--model", "bert-base", "--warmup", "2"), "--warmup must be a part from 0 to 1"),
-        ((*CLUSTER, "--model", "bert-base", "--overlap", "7"), "--overlap must be a part from 0 to 1"),
-        ((*CLUSTER, "--model", "bert-base", "--memory", "80"), "--memory must be a size, as in 80GB"),
-        ((*CLUSTER, "--model", "bert-base", "--bucket", "16"), "--bucket must be a size, as in 80GB or 16MiB"),
-        ((*CLUSTER, "--model", "bert-base", "--latency", "3"), "--latency must be a time, as in 25ms"),
-        ((*CLUSTER, "--model", "bert-base", "--inside-latency", "3"), "--inside-latency must be a time"),
         ((*CLUSTER, "--model", "bert-base", "--device", "abacus"), "--device 'abacus' is not one of t4, v100"),
         ((*CLUSTER, "--model", "bert-base", "--cores-per-node", "0"), "cores_per_node must be a number above 0"),
         ((*CLUSTER, "--model", "bert-base", "--nodes", "0"), "--nodes must be a whole number, at least 1, got 0"),
         ((*CLUSTER, "--model", "bert-base", "--ranks-per-node", "-1"), "--ranks-per-node must be a whole number"),
         ((*CLUSTER, "--model", "bert-base", "--micro-batch", "0"), "the micro-batch must be a whole number"),
         ((*CLUSTER, "--model", "bert-base", "--steps", "0"), "steps must be a whole number, at least 1, got 0"),
-        ((*CLUSTER, "--model", "bert-base", "--forward", "3"), "--forward must be a time, as in 25ms"),
         ((*CLUSTER, "--model", "bert-base", "--json", "--verbose"), "give one of them"),
-        (
-            (*CLUSTER, "--model", "bert-base", "--plot", "/nowhere/a.png"),
-            "the picture /nowhere/a.png cannot be written",
-        ),
+        ((*CLUSTER, "--model", "bert-base", "--plot", "/no/a.png"), "the picture /no/a.png cannot be written"),
         ((*CLUSTER, "--model", "bert-base", "--plot", "a.xyz"), "the picture a.xyz cannot be written"),
         ((*NODES, *INSIDE, "--model", "bert-base"), "the rate of a node's link is not known: give --link 1Gb/s"),
         (("--model", "bert-base", "--link", "1"), "--link must be a rate, as in 1Gb/s, 10GbE"),

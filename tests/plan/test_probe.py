@@ -1,22 +1,40 @@
-"""What a probe finds on a network whose every message takes a known time, by a clock that only messages move."""
+"""A probe on a network whose every message takes a known time, by a clock that only messages move; the file between
+probe and plan; and scripts that `--measure` runs as they are."""
 
 from __future__ import annotations
 
+import json
+import math
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.comm import Communicator, threads
 from thinwire.comm.traffic import sent_bytes
-from thinwire.plan import Calibration, Link, PlanError, Speed, probe, probing
-from thinwire.plan.cluster import COLLECTIVES
+from thinwire.plan import (
+    Calibration,
+    Link,
+    Matrices,
+    PlanError,
+    Processor,
+    Speed,
+    load_calibration,
+    probe,
+    probing,
+    save_calibration,
+)
+from thinwire.plan.calibration import CollectiveFit, LinkFit
+from thinwire.plan.cluster import COLLECTIVES, Collective
+from thinwire.plan.measure import StepTimer, measure_script, workload_of
 from thinwire.plan.probing import Stopwatch, fit_line, fit_link
 
 LINK = Link(
@@ -151,7 +169,6 @@ def test_no_time_is_refused(seconds: float) -> None:
 AMOUNTS = [4.0**power for power in range(3, 11)]
 
 
-@settings(deadline=None)
 @given(st.floats(0, 1), st.floats(1e-9, 1))
 def test_an_exact_line_is_found(intercept: float, slope: float) -> None:
     found = fit_line(AMOUNTS, [intercept + slope * amount for amount in AMOUNTS])
@@ -160,7 +177,6 @@ def test_an_exact_line_is_found(intercept: float, slope: float) -> None:
     assert found[2] < 1e-6
 
 
-@settings(deadline=None)
 @given(
     st.floats(1e-4, 1e-2),
     st.floats(1e-8, 1e-5),
@@ -192,3 +208,178 @@ def test_a_shaper_s_burst_does_not_hide_its_rate() -> None:
 def test_too_little(amounts, seconds) -> None:
     with pytest.raises(ValueError, match="two different amounts"):
         fit_line(amounts, seconds)
+
+
+RATES = Processor(memory=2e10, encode=1e9, decode=2e9, average=3e9, adam=1e8, overlap=0.5)
+
+
+def link_fit(link: Link, ranks: int) -> LinkFit:
+    """What a probe finds on a link that obeys the model."""
+    collectives: dict[Collective, CollectiveFit] = {}
+    for name in COLLECTIVES:
+        rate = link.measured.get(name, link.speed).bytes_per_second
+        collectives[name] = CollectiveFit(
+            intercept=link.seconds(name, ranks, 0),
+            bytes_per_second=rate,
+            error=0.0,
+            input_bytes=[4, 8],
+            seconds=[1.0, 2.0],
+        )
+    return LinkFit(ranks=ranks, message=link.message, collectives=collectives)
+
+
+def calibration(**changes: Any) -> Calibration:
+    between = link_fit(Link.of(1e8, 1e-4, 1e-5), 4)
+    fields: dict[str, Any] = {
+        "backend": "gloo",
+        "nodes": 4,
+        "ranks_per_node": 1,
+        "between": between,
+        "inside": None,
+        "processor": RATES,
+    }
+    return Calibration(**fields | changes)
+
+
+speeds = st.builds(Speed, st.floats(0, 1e-2), st.floats(1e3, 1e12))
+
+
+@given(speeds, st.floats(0, 1e-3), st.fixed_dictionaries(dict.fromkeys(COLLECTIVES, speeds)), st.integers(2, 64))
+def test_a_link_comes_back_as_it_was(speed, message, measured, ranks) -> None:
+    link = Link(speed, message, measured)
+    found = calibration(between=link_fit(link, ranks)).link("between")
+    assert found is not None
+    for name in COLLECTIVES:
+        for others in (2, ranks, 1000):
+            expected = link.seconds(name, others, 12345)
+            assert found.seconds(name, others, 12345) == pytest.approx(expected, rel=1e-6)
+
+
+def test_round_trip_and_links_that_are_not_there(tmp_path: Path) -> None:
+    save_calibration(calibration(), tmp_path / "calibration.json")
+    assert load_calibration(tmp_path / "calibration.json") == calibration()
+    assert [one.name for one in tmp_path.iterdir()] == ["calibration.json"]
+    assert calibration(between=None).link("between") is None
+    assert calibration().link("inside") is None
+
+
+BAD_RATE = r"(processor: .* encode rate must be|processor\.encode|Invalid JSON)"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"format": 2}, "format"),
+        ({"nodes": 0}, "nodes"),
+        ({"nodes": "four"}, "nodes"),
+        ({"colour": "red"}, "colour"),
+        ({"processor": None}, "processor"),
+        *(({"processor": {**asdict(RATES), "encode": rate}}, BAD_RATE) for rate in (0, -1, math.nan, math.inf)),
+        ({"between": {"ranks": 4, "message": 0, "collectives": {}}}, "all_to_all, all_gather, all_reduce missing"),
+    ],
+)
+def test_another_file_is_refused(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    path = tmp_path / "calibration.json"
+    save_calibration(calibration(), path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(PlanError, match=f"{path} is no calibration of thinwire probe: .*{told}"):
+        load_calibration(path)
+
+
+def test_no_file_and_no_json(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot be read: No such file"):
+        load_calibration(tmp_path / "none.json")
+    with pytest.raises(PlanError, match="cannot be read: Is a directory"):
+        load_calibration(tmp_path)
+    (tmp_path / "bytes").write_bytes(b"\xff\x00")
+    with pytest.raises(PlanError, match="is no calibration"):
+        load_calibration(tmp_path / "bytes")
+
+
+# As for torchrun: a process group, DDP, two micro-batches a step, a sleep in forward, and work left to do afterwards.
+SCRIPT = """
+import time
+import helper
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(helper.model())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+print("training")
+for step in range(1_000_000):
+    for part in range(2):
+        time.sleep(0.05)
+        model(torch.randint(0, 50, (4, 8))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+HELPER = """
+from torch import nn
+def model():
+    return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 32), nn.LayerNorm(32))
+"""
+
+
+def test_a_script_for_torchrun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "helper.py").write_text(HELPER)
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    workload = measure_script(script, 3, 120.0)
+    model = workload.model
+    assert (model.name, workload.accumulation, workload.dtype) == ("train.py", 2, "fp32")
+    assert 0.05 <= workload.forward_seconds < 5
+    assert workload.backward_seconds > 0
+    assert workload.update_seconds
+    assert capfd.readouterr() == ("", "training\n")
+    assert (model.parameters, model.matrices) == (50 * 16 + 32 * 16 + 3 * 32, (Matrices(50, 16), Matrices(32, 16)))
+    assert model.last == Matrices(50, 16)
+
+
+def test_a_script_that_fails(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise RuntimeError('no data here')")
+    with pytest.raises(PlanError, match=r"ended with exit code 1 before it could be measured:[\s\S]*no data here"):
+        measure_script(script, 3, 120.0)
+
+
+def test_a_script_that_takes_too_long_or_is_not_there(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import time; time.sleep(600)")
+    with pytest.raises(PlanError, match=r"did not make 6 steps in 1 s: give --measure-limit"):
+        measure_script(script, 3, 1.0)
+    with pytest.raises(PlanError, match=r"--measure /nowhere/train\.py: there is no such file"):
+        measure_script(Path("/nowhere/train.py"), 3, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([(1, 0), (2, 0), (3, 0)], "its steps have 2 to 3 backwards: give --forward, --backward"),
+        ([(1, 0), (1, 1)], "it steps several optimizers, SGD and SGD"),
+        ([(0, 0)], "it steps without a backward before, as with a closure"),
+    ],
+)
+def test_steps_that_are_no_measure(monkeypatch, steps: list[tuple[int, int]], told: str) -> None:
+    """Of each step: how many backwards it has, and the optimizer that makes it."""
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
+    found: list[dict[str, Any]] = []
+    handles = StepTimer(1, 2, found.append).install()
+    model = nn.Linear(3, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    try:
+        for backwards, which in steps:
+            for _ in range(backwards):
+                model(torch.ones(3)).sum().backward()
+            optimizers[which].step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert told in found[0]["problem"]
+
+
+def test_16_bit_parameters() -> None:
+    found = {"forward": 0.1, "backward": 0.2, "update": 0.3, "accumulation": 1, "dtype": "bf16"}
+    workload = workload_of("x.py", found | {"shapes": [[4], [3, 4, 5]]})
+    assert (workload.element_bytes, workload.update_seconds) == (2, 0.3)
+    assert (workload.model.matrices, workload.model.last) == ((Matrices(3, 20),), None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.strategies import bert, ethernet
@@ -159,7 +159,6 @@ def test_end_to_end_on_256_gpus() -> None:
         assert end_to_end_speedup(at_batch_16, FLAT, calibrated=calibrated, nodes=64) == pytest.approx(3.3, rel=0.06)
 
 
-@settings(deadline=None)
 @given(st.floats(0, 1), st.integers(2, 64))
 def test_volume_is_the_paper_s_formula(warmup: float, nodes: int) -> None:
     """16-bit Adam sends 1/(w + (1-w)/16) times as much; ours up to 4% less than that, for scales, headers, padding."""

@@ -40,7 +40,7 @@ from thinwire.plan.recommendation import (
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(jobs(), st.none() | st.floats(1e6, 1e13), st.booleans())
 def test_the_best_is_the_fastest_that_fits(job, limit, speed_only) -> None:
     """And keeps the loss, unless only speed counts; the baseline where nothing is a tenth faster."""
@@ -103,7 +103,7 @@ def test_published_losses_of_local_updates() -> None:
     assert local_updates_loss(10**8, 2) < local_updates_loss(10**8, 3) < local_updates_loss(10**8, 4)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(jobs())
 def test_break_even_is_where_the_faster_one_changes(job) -> None:
     workload, cluster, _, schedule = job

@@ -1,15 +1,18 @@
-"""Threads that share the parts of a call: every part once, errors told, any number of callers."""
+"""Threads that share the parts of a call; and how many cores they may use: control groups of containers, and masks."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from thinwire.simd.workers import Cores, Workers
+
+linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
 
 
 @pytest.mark.parametrize(("parts", "threads"), [(0, 2), (1, 4), (7, 1), (50, 3)])
@@ -67,7 +70,7 @@ def test_no_more_threads_than_torch_uses_and_than_there_are_cores(of_torch, core
     assert [Workers(CoresOf(cores)).threads(), *found] == [threads, threads]
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+@linux
 def test_all_threads_run_where_the_caller_may() -> None:
     workers = Workers()
     masks: list[set[int]] = []
@@ -93,3 +96,71 @@ def test_all_threads_run_where_the_caller_may() -> None:
     caller.join()
     call()
     assert masks == [everywhere] * 2 + [bound] * 2 + [everywhere] * 2
+
+
+def cores_of(folder: Path, membership: str, files: dict[str, str]) -> Cores:
+    (folder / "membership").write_text(membership)
+    for name, text in files.items():
+        path = folder / "mount" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return Cores(folder / "membership", folder / "mount")
+
+
+@pytest.fixture
+def _sixty_four_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+
+
+@linux
+@pytest.mark.usefixtures("_sixty_four_cores")
+@pytest.mark.parametrize(
+    ("membership", "files", "usable"),
+    [
+        ("0::/\n", {"cpu.max": "250000 100000\n"}, 3),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "800000 100000\n"}, 8),
+        ("0::/a/b\n", {"a/b/cpu.max": "400000 100000\n", "a/cpu.max": "800000 100000\n"}, 4),
+        ("0::/outside/the/container\n", {"cpu.max": "1000 100000\n"}, 1),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, 64),
+        ("0::/\n", {"cpu.max": "9900000 100000\n"}, 64),
+        ("0::/\n", {}, 64),
+        ("", {}, 64),
+        (
+            "4:memory:/\n3:cpu,cpuacct:/x\n0::/\n",
+            {"cpu,cpuacct/x/cpu.cfs_quota_us": "600000\n", "cpu,cpuacct/x/cpu.cfs_period_us": "100000\n"},
+            6,
+        ),
+        ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+        ("1:cpuset:/\n", {"cpuset/cpu.cfs_quota_us": "100000\n", "cpuset/cpu.cfs_period_us": "100000\n"}, 64),
+    ],
+)
+def test_the_tightest_quota_counts(tmp_path, membership, files, usable):
+    assert cores_of(tmp_path, membership, files).usable() == usable
+
+
+@linux
+@pytest.mark.usefixtures("_sixty_four_cores")
+def test_a_new_quota_is_seen_once_the_old_one_has_aged(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    cores = cores_of(tmp_path, "0::/\n", {"cpu.max": "200000 100000"})
+    assert cores.usable() == 2
+    (tmp_path / "mount" / "cpu.max").write_text("500000 100000")
+    now[0] += 1.0
+    assert cores.usable() == 5
+
+
+@linux
+def test_the_mask_counts_as_it_is_at_the_call(tmp_path):
+    cores = cores_of(tmp_path, "0::/\n", {})
+    found = []
+
+    def bound() -> None:
+        found.append(cores.usable())
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of this thread only
+        found.append(cores.usable())
+
+    thread = threading.Thread(target=bound)
+    thread.start()
+    thread.join()
+    assert found == [len(os.sched_getaffinity(0)), 1]
