@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 import time
@@ -14,8 +13,8 @@ from pathlib import Path
 import torch
 
 from experiments.common import machine
-from tests.chaos import HARNESSES
-from tests.chaos.outcome import Outcome
+from tests.chaos import HARNESSES, run
+from tests.chaos.harness import Outcome
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results" / "chaos.json"
 
@@ -32,8 +31,7 @@ def main() -> int:
     bad = 0
     for name in arguments.names or HARNESSES:
         start = time.monotonic()
-        run = importlib.import_module(f"tests.chaos.{name}").run
-        outcome: Outcome = run(arguments.count or HARNESSES[name].whole, arguments.seed)
+        outcome: Outcome = run(name, arguments.count or HARNESSES[name].whole, arguments.seed)
         seconds = round(time.monotonic() - start, 1)
         print(f"{name:<16} {outcome.tried:>6} tried {outcome.bad:>6} bad {seconds:>8} s", flush=True)
         for example in outcome.examples:

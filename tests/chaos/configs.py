@@ -11,13 +11,12 @@ import json
 import random
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.outcome import Outcome
+from tests.chaos.harness import Outcome, Trial, over_seeds
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
-
-__all__ = ["run"]
 
 _LONGEST_MESSAGE = 4000
 _RANKS = (1, 2, 3, 8)
@@ -72,15 +71,13 @@ _REST: dict[str, Any] = {
 
 
 def run(count: int, seed: int) -> Outcome:
-    """Try `count` damaged configurations."""
-    outcome = Outcome()
+    return over_seeds(trials(), count, seed)
+
+
+@contextmanager
+def trials() -> Iterator[Trial]:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "config.json")
-        for number in range(count):
-            generator = random.Random(f"{seed}/{number}")
-            reason = _try_one(generator, path)
-            outcome.note([] if reason is None else [f"config {seed}/{number}: {reason}"])
-    return outcome
+        yield lambda seed: filter(None, [_try_one(random.Random(seed), Path(folder, "config.json"))])
 
 
 def _try_one(generator: random.Random, path: Path) -> str | None:

@@ -29,8 +29,8 @@ from torch import nn
 from torch.distributed import PrefixStore, TCPStore
 
 import thinwire
+from tests.chaos.harness import Outcome
 from tests.chaos.kills import in_own_process, load_kernels
-from tests.chaos.outcome import Outcome
 from tests.engine.checkpoint.kill import exit_code, fork
 from tests.launching import free_port
 from tests.optim.diloco.tower import Tower, flat

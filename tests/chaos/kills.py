@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tests.chaos.outcome import Outcome
+from tests.chaos.harness import Outcome
 from tests.engine.checkpoint.kill import exit_code, fork, kill_self_at_call
 from tests.engine.tiny import make_engine, settings, train
 from tests.launching import REPOSITORY, environment, free_port

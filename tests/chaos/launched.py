@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from tests.chaos.harness import Outcome, over_seeds
 from tests.chaos.kills import digest_of
-from tests.chaos.outcome import Outcome
 from tests.engine.tiny import loss_of, make_engine, settings
 from tests.launching import REPOSITORY, environment, free_port
 from thinwire import comm as communication
@@ -197,13 +198,13 @@ def _wait(trial: Trial, jobs: list[subprocess.Popen[bytes]]) -> int:
     return hung
 
 
+def one(seed: str) -> list[str]:
+    trial = Trial.random(seed, backends())
+    return [f"{trial}: {fault}" for fault in faults(trial)]
+
+
 def run(count: int, seed: int) -> Outcome:
-    """Try so many."""
-    outcome = Outcome()
-    for number in range(count):
-        trial = Trial.random(f"{seed}-{number}", backends())
-        outcome.note(f"{seed}-{number}: {trial}: {fault}" for fault in faults(trial))
-    return outcome
+    return over_seeds(nullcontext(one), count, seed)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 
-from tests.chaos import HARNESSES, configs, elastic, kills, launched
-from tests.chaos.outcome import Outcome
+from tests.chaos import HARNESSES, configs, elastic, kills, launched, run
+from tests.chaos.harness import Outcome
 from tests.launching import Jobs
 
 
@@ -17,10 +15,10 @@ def check(outcome: Outcome, tried: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("name", [name for name, counts in HARNESSES.items() if counts.slice])
+@pytest.mark.parametrize("name", [name for name, one in HARNESSES.items() if one.slice])
 def test_a_slice(name: str) -> None:
     count = HARNESSES[name].slice
-    check(importlib.import_module(f"tests.chaos.{name}").run(count, seed=7), count)
+    check(run(name, count, seed=7), count)
 
 
 def test_the_seed_decides() -> None:
