@@ -5,6 +5,7 @@ become packets without a copy in between, and packets that came back move the we
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +20,17 @@ from thinwire.optim.algorithm import Algorithm, Keep, LocalSteps
 from thinwire.optim.step import Clock, Contribution, Parameters, Send, Step
 from thinwire.optim.wire import Wire, cast_gradients
 from thinwire.zero import BucketLayout, Slot
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a freeze group shares with its storage and its buckets; `step` and `wire` with other groups too."""
+
+    parameters: Parameters
+    algorithm: Algorithm
+    clock: Clock
+    wire: Wire
+    step: Step
 
 
 class Bucket:
@@ -40,11 +52,7 @@ class Bucket:
         self,
         index: int,
         layout: BucketLayout,
-        parameters: Parameters,
-        wire: Wire,
-        algorithm: Algorithm,
-        clock: Clock,
-        step: Step,
+        shared: Shared,
         *,
         state: dict[str, Tensor],
         shards_state: bool = False,
@@ -58,15 +66,12 @@ class Bucket:
         self.sent: Exchange | None = None
         self.stayed = self.rewritten = False
         self.segments = Segments((slot.offset, slot.numel) for slot in layout.slots)
-        self.device = parameters.parameters[layout.slots[0].parameter].device
-        self._parameters = parameters
-        self._wire = wire
-        self._algorithm = algorithm
-        self._local = algorithm if isinstance(algorithm, LocalSteps) else None
-        self._clock = clock
-        self._step = step
+        self._parameters, self._algorithm = shared.parameters, shared.algorithm
+        self._clock, self._wire, self._step = shared.clock, shared.wire, shared.step
+        self._local = shared.algorithm if isinstance(shared.algorithm, LocalSteps) else None
         self._numbers = [slot.parameter for slot in layout.slots]
-        self._groups = [parameters.group_of[number] for number in self._numbers]
+        self._groups = [shared.parameters.group_of[number] for number in self._numbers]
+        self.device = shared.parameters.parameters[self._numbers[0]].device
         self._gradients: dict[int, Tensor] = {}  # contiguous, by parameter
         self._has_average = self._incomplete = False
         self._exact: Exchange | None = None

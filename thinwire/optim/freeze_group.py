@@ -17,7 +17,7 @@ from thinwire.compress.exchange import Outcome, bring_headers
 from thinwire.compress.packet import SettingsError
 from thinwire.optim.algorithm import Agreement, Algorithm, FreezeRule, LocalSteps, variance_norm
 from thinwire.optim.bucket import Bucket, may_clip, place_of
-from thinwire.optim.step import Clock, Members, Parameters, Send, Step
+from thinwire.optim.step import Clock, Members, Send, Step
 from thinwire.optim.storage import Change, Storage, slots_with_elements
 from thinwire.zero.norm_sketch import read_together
 from thinwire.zero.rank_checks import check_same_on_every_rank
@@ -31,25 +31,15 @@ class FreezeGroup:
     nothing, as its gradient was not finite.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        parameters: Parameters,
-        algorithm: Algorithm,
-        rule: FreezeRule | None,
-        clock: Clock,
-        storage: Storage,
-    ) -> None:
-        self.algorithm = algorithm
-        self.local = algorithm if isinstance(algorithm, LocalSteps) else None
+    def __init__(self, storage: Storage, rule: FreezeRule | None) -> None:
+        self.storage, self.buckets = storage, storage.buckets
         self.rule = rule
-        self.clock = clock
-        self.storage = storage
-        self.buckets = storage.buckets
+        self.algorithm, self.clock = storage.shared.algorithm, storage.shared.clock
+        self.local = self.algorithm if isinstance(self.algorithm, LocalSteps) else None
         self.left_out_steps = 0
-        self._comm = comm
-        self._parameters = parameters
-        self._count = len(parameters.parameters)  # now: later ones are in later groups
+        self._comm = storage.shared.wire.comm
+        self._parameters = storage.shared.parameters
+        self._count = len(self._parameters.parameters)  # now: later ones are in later groups
         self.prepare()
 
     @property
@@ -244,6 +234,34 @@ class FreezeGroup:
                     "weights of their own: call optimizer.synchronize_weights() on every rank before you change "
                     "weights, or load the model before the optimizer"
                 )
+
+    # What may be read and written
+
+    def check_plain(self, kind: str) -> None:
+        """Raise RuntimeError where state of this kind has another meaning, or other values on every rank, by now."""
+        if self.clock.frozen and self.algorithm.frozen_state:
+            raise RuntimeError(
+                f"the optimizer has been frozen since step {self.clock.frozen_at}: what it keeps instead of {kind!r} "
+                "is what compressed steps send and move by, no moment of the gradients. Read and set optimizer state "
+                "before the freeze"
+            )
+
+    def check_may_write(self, kind: str) -> None:
+        """Raise RuntimeError where state of this kind cannot be written without other state that follows from it."""
+        self.check_plain(kind)
+        if self.local is not None and self.local.published:
+            raise RuntimeError(
+                f"{kind!r} of this optimizer cannot be set: it keeps {', '.join(self.local.published)} beside it, "
+                "found at an earlier step, which would not follow. Set weights, or load a checkpoint"
+            )
+
+    def check_averages(self) -> None:
+        """Raise RuntimeError unless the step in flight averages gradients."""
+        if self.send is not Send.EXACT:
+            raise RuntimeError(
+                "there is no averaged gradient: the optimizer's steps are compressed by now, and ranks send momenta "
+                "instead of gradients. `.grad` holds this rank's own"
+            )
 
     # The freeze
 

@@ -17,7 +17,7 @@ from thinwire.optim.algorithm import Algorithm, FreezeRule, LocalSteps
 from thinwire.optim.bucket import Bucket, place_of
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.options import HomeOptions, Recipe
-from thinwire.optim.step import Clock, Step
+from thinwire.optim.step import Step
 from thinwire.optim.storage import mean_over_ranks
 from thinwire.zero.home import TRAFFIC, Home
 from thinwire.zero.master_weights import runs_in
@@ -120,9 +120,19 @@ class AlgorithmHome(Home):
 
     @override
     def rank_tensors(self) -> dict[str, Tensor]:
+        """The rank's own residuals and, where local steps make state its own, that state."""
         found = {_LEFT_OUT_STEPS: torch.tensor([group.left_out_steps for group in self.groups], dtype=torch.int64)}
         for group in self.groups:
-            found |= rank_tensors(group, self.names)
+            for bucket in group.buckets:
+                if group.local is not None or group.clock.frozen_at is not None:
+                    exchange = bucket.compressed
+                    assert exchange.worker_residual is not None
+                    for run in runs_in(bucket.layout, exchange.worker_place):
+                        residual = exchange.worker_residual[run.place]
+                        found[f"{_WORKER_RESIDUAL}.{self.names[run.parameter]}"] = residual
+                for kind in set(bucket.state) - set(_common(group, bucket)):
+                    for slot in bucket.layout.slots:
+                        found[f"{kind}.{self.names[slot.parameter]}"] = bucket.state[kind][place_of(slot)]
         return found
 
     @override
@@ -133,7 +143,16 @@ class AlgorithmHome(Home):
             "nodes": None,
             "step": self.steps,
             "loss_scale": self.loss_scale,
-            "freeze_groups": [{**counters_of(group, self.names), "buckets": None} for group in self.groups],
+            "freeze_groups": [
+                {
+                    "steps": group.clock.steps,
+                    "frozen_at": group.clock.frozen_at,
+                    "rule": None if group.rule is None else group.rule.state(),
+                    "scalars": group.algorithm.scalars(self.names),
+                    "buckets": None,
+                }
+                for group in self.groups
+            ],
         }
 
     def _load_groups(
@@ -145,41 +164,13 @@ class AlgorithmHome(Home):
         compresses = any(local or group["frozen_at"] is not None for group in saved)
         saved_by = f"rank {source.rank}" if isinstance(source, OneRankState) else "a job"
         ranks = ranks_to_resume(source, self.comm, nodes, saved_by, compresses)
-        load_groups(self.groups, self.names, saved, source, ranks)
+        for group, of_group in zip(self.groups, saved, strict=True):
+            _load_group(group, self.names, of_group, source, ranks)
         if ranks == [self.comm.rank]:
             with suppress(KeyError):  # saved by a home without local steps
                 left_out = source.read_rank(_LEFT_OUT_STEPS, self.comm.rank).tolist()
                 for group, steps in zip(self.groups, left_out, strict=True):
                     group.left_out_steps = steps
-
-
-def check_plain(algorithm: Algorithm, clock: Clock, kind: str) -> None:
-    """Raise RuntimeError where state of this kind has another meaning, or other values on every rank, by now."""
-    if clock.frozen and algorithm.frozen_state:
-        raise RuntimeError(
-            f"the optimizer has been frozen since step {clock.frozen_at}: what it keeps instead of {kind!r} is what "
-            "compressed steps send and move by, no moment of the gradients. Read and set optimizer state before the "
-            "freeze"
-        )
-
-
-def check_may_write(algorithm: Algorithm, clock: Clock, kind: str) -> None:
-    """Raise RuntimeError where state of this kind cannot be written without other state that follows from it."""
-    check_plain(algorithm, clock, kind)
-    if isinstance(algorithm, LocalSteps) and algorithm.published:
-        raise RuntimeError(
-            f"{kind!r} of this optimizer cannot be set: it keeps {', '.join(algorithm.published)} beside it, found at "
-            "an earlier step, which would not follow. Set weights, or load a checkpoint"
-        )
-
-
-def check_averages(exact: bool) -> None:
-    """Raise RuntimeError unless the step in flight averages gradients."""
-    if not exact:
-        raise RuntimeError(
-            "there is no averaged gradient: the optimizer's steps are compressed by now, and ranks send momenta "
-            "instead of gradients. `.grad` holds this rank's own"
-        )
 
 
 def check_in_sync(in_sync: bool) -> None:
@@ -242,31 +233,6 @@ def slices(group: FreezeGroup, names: Sequence[str], rank: int) -> list[SavedSli
     return found
 
 
-def rank_tensors(group: FreezeGroup, names: Sequence[str]) -> dict[str, Tensor]:
-    """The rank's own residuals and, where local steps make state its own, that state."""
-    found: dict[str, Tensor] = {}
-    for bucket in group.buckets:
-        if group.local is not None or group.clock.frozen_at is not None:
-            exchange = bucket.compressed
-            assert exchange.worker_residual is not None
-            for run in runs_in(bucket.layout, exchange.worker_place):
-                found[f"{_WORKER_RESIDUAL}.{names[run.parameter]}"] = exchange.worker_residual[run.place]
-        for kind in set(bucket.state) - set(_common(group, bucket)):
-            for slot in bucket.layout.slots:
-                found[f"{kind}.{names[slot.parameter]}"] = bucket.state[kind][place_of(slot)]
-    return found
-
-
-def counters_of(group: FreezeGroup, names: Sequence[str]) -> dict[str, Any]:
-    """Where parameters that entered together are, as plain values."""
-    return {
-        "steps": group.clock.steps,
-        "frozen_at": group.clock.frozen_at,
-        "rule": None if group.rule is None else group.rule.state(),
-        "scalars": group.algorithm.scalars(names),
-    }
-
-
 def check_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     """Raise ValueError where `saved` settings would give momenta and residuals another meaning."""
     for setting, value in mine.items():
@@ -277,34 +243,32 @@ def check_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
             )
 
 
-def load_groups(
-    groups: Sequence[FreezeGroup],
+def _load_group(
+    group: FreezeGroup,
     names: Sequence[str],
-    saved: Sequence[Mapping[str, Any]],
+    saved: Mapping[str, Any],
     source: SliceSource,
     ranks: Sequence[int] | None,
 ) -> None:
-    """Take over freeze groups, with their `saved` counters, whose buckets are laid out already; KeyError where state
-    was not saved.
+    """Take over a freeze group whose buckets are laid out already; KeyError where state was not saved.
 
     `ranks`: whose residuals and own state to take the mean of, the averages that the next exchange makes of which are
     what they would have been; None where they cannot be had.
     """
-    for group, of_group in zip(groups, saved, strict=True):
-        group.clock.steps = of_group["steps"]
-        rule = group.rule
-        if rule is not None and of_group["rule"] and of_group["rule"].keys() == rule.state().keys():
-            rule.load(of_group["rule"])  # else freeze_step was changed: the new rule starts afresh
-        group.algorithm.load_scalars(of_group["scalars"], names)
-        if of_group["frozen_at"] is not None and group.clock.frozen_at is None:
-            group.storage.begin_frozen_state()
-        group.clock.frozen_at = of_group["frozen_at"]
-        for bucket in group.buckets:
-            group.storage.load_state(bucket, names, source, _common(group, bucket), ranks)
-        group.restore()
-        compresses = group.local is not None or group.clock.frozen_at is not None
-        for bucket in group.buckets if ranks is not None and compresses else ():
-            _load_residuals(bucket, names, source, ranks or ())
+    group.clock.steps = saved["steps"]
+    rule = group.rule
+    if rule is not None and saved["rule"] and saved["rule"].keys() == rule.state().keys():
+        rule.load(saved["rule"])  # else freeze_step was changed: the new rule starts afresh
+    group.algorithm.load_scalars(saved["scalars"], names)
+    if saved["frozen_at"] is not None and group.clock.frozen_at is None:
+        group.storage.begin_frozen_state()
+    group.clock.frozen_at = saved["frozen_at"]
+    for bucket in group.buckets:
+        group.storage.load_state(bucket, names, source, _common(group, bucket), ranks)
+    group.restore()
+    compresses = group.local is not None or group.clock.frozen_at is not None
+    for bucket in group.buckets if ranks is not None and compresses else ():
+        _load_residuals(bucket, names, source, ranks or ())
 
 
 def _load_residuals(bucket: Bucket, names: Sequence[str], source: SliceSource, ranks: Sequence[int]) -> None:

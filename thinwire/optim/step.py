@@ -128,14 +128,13 @@ class Contribution:
 class Members:
     """Parameters of one parameter group, or those cuts of them that a home works on: lists of equal length.
 
-    `group`: the parameter group's number, and `settings` its hyperparameters now. `mask`: its `exp_avg_mask`.
+    `group`: the parameter group's number, and `settings` its hyperparameters now.
     `parameters`: their numbers. `weights`, fp32: what updates are applied to. `averages`, fp32: what the exchange
     brought; an algorithm may use their memory. `state`: by name, as the algorithm declares.
     """
 
     group: int
     settings: AdamSettings
-    mask: Tensor | None
     parameters: list[int]
     weights: list[Tensor]
     averages: list[Tensor]
@@ -157,8 +156,7 @@ class MembersByGroup:
         group = self._parameters.group_of[parameter]
         if group not in self._groups:
             of_group: dict[str, list[Any]] = {name: [] for name in state}
-            settings, mask = self._parameters.settings(group), self._parameters.mask(group)
-            self._groups[group] = Members(group, settings, mask, [], [], [], of_group)
+            self._groups[group] = Members(group, self._parameters.settings(group), [], [], [], of_group)
         members = self._groups[group]
         members.parameters.append(parameter)
         members.weights.append(weight)

@@ -11,10 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.optim.algorithm import Agreement, Algorithm, Form, LocalSteps
-from thinwire.optim.bucket import Bucket, place_of
-from thinwire.optim.step import Clock, Members, MembersByGroup, Parameters, Step
-from thinwire.optim.wire import Wire
+from thinwire.optim.algorithm import Agreement, Form, LocalSteps
+from thinwire.optim.bucket import Bucket, Shared, place_of
+from thinwire.optim.step import Clock, Members, MembersByGroup, Parameters
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.gradients import BucketGradients, BucketTransport
 from thinwire.zero.master_weights import Run, runs_in
@@ -39,29 +38,19 @@ class Storage(ABC):
     shapes: ClassVar[bool] = False
     """Whether members have their parameters' shapes."""
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        algorithm: Algorithm,
-        clock: Clock,
-        wire: Wire,
-        step: Step,
-        layouts: Mapping[int, BucketLayout],
-    ) -> None:
+    def __init__(self, shared: Shared, layouts: Mapping[int, BucketLayout]) -> None:
         """`layouts`: of its buckets, by their numbers."""
-        self._parameters = parameters
-        self._algorithm = algorithm
-        self._clock = clock
-        self._wire = wire
-        self.buckets = [self._make_bucket(index, layout, step) for index, layout in layouts.items()]
+        self.shared = shared
+        self._parameters, self._algorithm = shared.parameters, shared.algorithm
+        self._clock, self._wire = shared.clock, shared.wire
+        self.buckets = [self._make_bucket(index, layout) for index, layout in layouts.items()]
         self.transports: Sequence[BucketTransport] = self.buckets
 
-    def _make_bucket(self, index: int, layout: BucketLayout, step: Step) -> Bucket:
+    def _make_bucket(self, index: int, layout: BucketLayout) -> Bucket:
         state = {name: self.new_state(name, index, layout) for name in self._algorithm.state}
         if (denominators := self._algorithm.form.denominators) in state:
             state[denominators][: layout.numel].fill_(math.inf)
-        given = self._parameters, self._wire, self._algorithm, self._clock, step
-        return Bucket(index, layout, *given, state=state, shards_state=self.shards_state)
+        return Bucket(index, layout, self.shared, state=state, shards_state=self.shards_state)
 
     # State
 
@@ -125,6 +114,7 @@ class Storage(ABC):
     def absorb(self, local: LocalSteps, groups: Sequence[Members], absent: Collection[int], agree: Agreement) -> None:
         """Have an algorithm with local steps take averages into the state, in an EXACT step."""
         local.absorb_owned(groups, self._clock)
+        self.hold_masked(self._algorithm.form.denominators, math.inf)
         self._algorithm.exact(groups, self._clock, agree)
         local.settle(groups, self._clock)
 
@@ -187,13 +177,13 @@ class Storage(ABC):
         ranks: Sequence[int] | None,
     ) -> None:
         """Take state over; what ranks do not have in `common` is the mean of those of `ranks`, if these can be had."""
-        source = as_plain(source, self._algorithm.form)
+        read_plain = as_plain(source, self._algorithm.form)
         for kind, values in bucket.whole_state.items():
             for slot in slots_with_elements(bucket):
                 name = names[slot.parameter]
                 own = kind not in common and ranks is not None
                 read = mean_over_ranks(source, f"{kind}.{name}", ranks or ()) if own else None
-                values[place_of(slot)].copy_(source.read(kind, name, 0, slot.numel) if read is None else read)
+                values[place_of(slot)].copy_(read_plain(kind, name, 0, slot.numel) if read is None else read)
         self._load_owned(bucket, names, source)
 
     def _load_owned(self, bucket: Bucket, names: Sequence[str], source: SliceSource) -> None:
@@ -287,13 +277,6 @@ def raise_smallest(denominators: list[Tensor]) -> None:
         denominator.clamp_(min=SMALLEST_OF_MEAN * mean)
 
 
-def hold_masked(values: list[Tensor], mask: Tensor | None, value: float = float("inf")) -> None:
-    """Fill denominators, in place, where a group's `exp_avg_mask` is zero: with infinity, so that coordinates stay."""
-    if mask is not None:
-        for one in values:
-            one.masked_fill_(shaped_mask(mask, one.shape).to(one.device) == 0, value)
-
-
 def shaped_mask(mask: Tensor, shape: torch.Size) -> Tensor:
     """`mask` in a parameter's shape: it broadcasts to it, or is flat."""
     return mask.reshape(shape) if mask.numel() == shape.numel() else mask.expand(shape)
@@ -305,51 +288,40 @@ PACKED_MOMENTUM, PACKED_PRECONDITIONER = "momentum", "preconditioner"
 PRECONDITIONER_LOW, PRECONDITIONER_HIGH = "scalar.preconditioner_low", "scalar.preconditioner_high"
 
 
-def as_plain(source: SliceSource, form: Form) -> SliceSource:
-    """`source` with the form's momentum and denominators where it has packed ones."""
-    return _Plain(source, form) if PACKED_PRECONDITIONER in source.kinds() else source
+Read = Callable[[str, str, int, int], Tensor]
+"""Gives values of a kind, of a parameter by its name, from an element on, as many as are asked for."""
 
 
-def as_packed(source: SliceSource, form: Form) -> SliceSource:
-    """`source` with packed momentum and preconditioner where it has plain ones."""
-    return source if PACKED_PRECONDITIONER in source.kinds() else _Packed(source, form)
+def as_plain(source: SliceSource, form: Form) -> Read:
+    """Read `source`, with the form's momentum and denominators where it has packed ones."""
+    if PACKED_PRECONDITIONER not in source.kinds():
+        return source.read
 
-
-class _Converted:
-    """A source that answers for some kinds from others."""
-
-    def __init__(self, source: SliceSource, form: Form) -> None:
-        self._source, self._form = source, form
-        self.world_size, self.counters = source.world_size, source.counters
-        self.kinds, self.read_rank = source.kinds, source.read_rank
-
-
-class _Plain(_Converted):
-    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        if kind == self._form.momentum:
-            return self._source.read(PACKED_MOMENTUM, name, start, numel)
-        if kind == self._form.denominators:
-            codes = self._source.read(PACKED_PRECONDITIONER, name, start, numel)
-            low, high = (self._source.read(one, name, 0, 1) for one in (PRECONDITIONER_LOW, PRECONDITIONER_HIGH))
+    def read(kind: str, name: str, start: int, numel: int) -> Tensor:
+        if kind == form.denominators:
+            codes = source.read(PACKED_PRECONDITIONER, name, start, numel)
+            low, high = (source.read(one, name, 0, 1) for one in (PRECONDITIONER_LOW, PRECONDITIONER_HIGH))
             return table(low, high)[0][codes.int()].reciprocal_()
-        return self._source.read(kind, name, start, numel)
+        return source.read(PACKED_MOMENTUM if kind == form.momentum else kind, name, start, numel)
+
+    return read
 
 
-class _Packed(_Converted):
-    def __init__(self, source: SliceSource, form: Form) -> None:
-        super().__init__(source, form)
-        self._ranges: dict[str, tuple[float, float]] = {}
+def as_packed(source: SliceSource, form: Form) -> Read:
+    """Read `source`, with packed momentum and preconditioner where it has plain ones; the latter whole, before its
+    range."""
+    if PACKED_PRECONDITIONER in source.kinds():
+        return source.read
+    ranges: dict[str, tuple[float, float]] = {}
 
-    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """A preconditioner is asked for whole, before its range."""
-        if kind == PACKED_MOMENTUM:
-            return self._source.read(self._form.momentum, name, start, numel)
-        if kind == PACKED_PRECONDITIONER:
-            inverse = 1 / self._source.read(self._form.denominators or "", name, start, numel)
-            moving = inverse[inverse > 0]
-            low, high = (float(moving.min()), float(moving.max())) if len(moving) else (1.0, 1.0)
-            self._ranges[name] = low, high
-            return quantize(inverse, low, high)
+    def read(kind: str, name: str, start: int, numel: int) -> Tensor:
         if kind in (PRECONDITIONER_LOW, PRECONDITIONER_HIGH):
-            return torch.tensor([self._ranges[name][kind == PRECONDITIONER_HIGH]])
-        return self._source.read(kind, name, start, numel)
+            return torch.tensor([ranges[name][kind == PRECONDITIONER_HIGH]])
+        if kind != PACKED_PRECONDITIONER:
+            return source.read(form.momentum if kind == PACKED_MOMENTUM else kind, name, start, numel)
+        inverse = 1 / source.read(form.denominators or "", name, start, numel)
+        moving = inverse[inverse > 0]
+        low, high = ranges[name] = (float(moving.min()), float(moving.max())) if len(moving) else (1.0, 1.0)
+        return quantize(inverse, low, high)
+
+    return read

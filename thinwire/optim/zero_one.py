@@ -17,7 +17,7 @@ from thinwire.optim.algorithm import Agreement, Algorithm, FixedFreeze, Form, Ke
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.options import HomeKeywords, Recipe, check_compress, check_count
 from thinwire.optim.step import AdamSettings, Clock, Contribution, Members, Send
-from thinwire.optim.storage import hold_masked, raise_smallest
+from thinwire.optim.storage import raise_smallest
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,6 @@ class ZeroOne(LocalSteps, Algorithm):
     @override
     def settle(self, groups: Sequence[Members], clock: Clock) -> None:
         for members in groups:
-            hold_masked(members["denominator"], members.mask)
             if self._compressed == "update":
                 raise_smallest(members["denominator"])
 

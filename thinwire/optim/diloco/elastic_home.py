@@ -23,10 +23,10 @@ from thinwire.comm.torch_backend import GenerationCommunicator
 from thinwire.compress.codecs import Codec
 from thinwire.compress.packet import PacketError
 from thinwire.optim.diloco.checkpoint import ELASTIC, Loaded, SavedPlace, load_worker, saved_states
-from thinwire.optim.diloco.elastic_meeting import Plan, Standing, hand_over, make_node_outer_step
+from thinwire.optim.diloco.elastic_meeting import Plan, Standing, hand_over
 from thinwire.optim.diloco.fragments import Fragment, Timetable
 from thinwire.optim.diloco.home import LocalHome
-from thinwire.optim.diloco.outer import Alone, OuterSettings, OuterState, OuterStep, UnderWay
+from thinwire.optim.diloco.outer import Alone, OuterSettings, OuterState, OuterStep, UnderWay, make_node_outer_step
 from thinwire.optim.diloco.outer_weights import KeptMomentum
 from thinwire.optim.diloco.worker import Worker
 from thinwire.zero.home import StepResult, ring_bytes

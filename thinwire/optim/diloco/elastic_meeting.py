@@ -5,23 +5,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
-from typing_extensions import override
 
-from thinwire.comm import CommunicationError, Communicator, threads
+from thinwire.comm import Communicator, threads
 from thinwire.comm.agreement import on_every_rank
 from thinwire.comm.elastic import Elastic, MembershipError, reach
 from thinwire.comm.membership import Membership, Record
-from thinwire.comm.relay import Relay, WorkerGroup
-from thinwire.compress.codecs import Codec
+from thinwire.comm.relay import WorkerGroup
 from thinwire.compress.packet import PacketError, SettingsError
-from thinwire.optim.diloco.fragments import Fragment
-from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterState, OuterStep, WeightPair, make_outer_step
 from thinwire.optim.diloco.outer_weights import KeptMomentum, OuterWeights
 
 
@@ -202,83 +197,3 @@ def enter_elastic_job(
         membership.leave()
         raise
     return membership
-
-
-class NodeOuterStep(OuterStep):
-    """`of_leader` on the node's first rank; on the others nothing, which own nothing of the fragment.
-
-    What goes wrong between nodes goes wrong in `arrive`, on every rank of the node.
-    """
-
-    def __init__(self, relay: Relay, numel: int, device: torch.device, of_leader: OuterStep | None) -> None:
-        self._relay = relay
-        self._numel = numel
-        self._device = device
-        self._of_leader = of_leader
-        self._error: CommunicationError | None = None
-
-    @property
-    @override
-    def state(self) -> OuterState:
-        if self._of_leader is None:
-            return OuterState(slice(0, 0), torch.zeros(0, device=self._device))
-        return self._of_leader.state
-
-    @override
-    def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
-        self._error = None
-        self._on_leader(lambda one: one.leave(weights, step, settings, meet=meet))
-
-    @override
-    def may_pass_on(self) -> bool:
-        return self._error is None and self._of_leader is not None and self._of_leader.may_pass_on()
-
-    @override
-    def pass_on(self, settings: OuterSettings) -> None:
-        self._on_leader(lambda one: one.pass_on(settings))
-
-    @override
-    def arrive(self) -> Arrived:
-        """Collective inside the node."""
-        here: list[Arrived] = []
-
-        def arrive_between() -> tuple[str | None, bool]:
-            """What arrives on the first rank goes into `here`; the name of its dtype, None where nothing does."""
-            assert self._of_leader is not None
-            if self._error is not None:
-                raise self._error
-            here.append(arrived := self._of_leader.arrive())
-            form = None if arrived.update is None else str(arrived.update.dtype).removeprefix("torch.")
-            return form, arrived.meet
-
-        form, meet = self._relay.ask(arrive_between)
-        if form is None:
-            return Arrived(None, meet)
-        update = here[0].update if here else None
-        if update is None:
-            update = torch.empty(self._numel, dtype=getattr(torch, form), device=self._device)
-        self._relay.spread(update)
-        return Arrived(update, meet)
-
-    @override
-    def settle(self, finite: bool) -> None:
-        if self._of_leader is not None:
-            self._of_leader.settle(finite)
-
-    def _on_leader(self, action: Callable[[OuterStep], None]) -> None:
-        if self._of_leader is not None and self._error is None:
-            try:
-                action(self._of_leader)
-            except CommunicationError as error:
-                self._error = error
-
-
-def make_node_outer_step(
-    relay: Relay, comm: Communicator | None, fragment: Fragment, codec: Codec, index: int, device: torch.device
-) -> OuterStep:
-    """Of fragment number `index`, over the workers whose first ranks are those of `comm`, which no others have; what
-    has left can be undone."""
-    of_leader = None
-    if comm is not None:
-        of_leader = make_outer_step(comm, None, fragment, codec, index, device, reversible=True)
-    return of_leader if relay.alone and of_leader else NodeOuterStep(relay, fragment.numel, device, of_leader)

@@ -31,7 +31,7 @@ from thinwire.optim.diloco.options import (
     tensors_in,
 )
 from thinwire.optim.diloco.outer import OuterSettings, make_outer_step
-from thinwire.optim.diloco.worker import NodeWorker, RankWorker, Worker
+from thinwire.optim.diloco.worker import NodeWorker, Worker
 from thinwire.optim.options import Backend, Nodes, check_count
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero.rank_checks import (
@@ -229,7 +229,7 @@ class DiLoCo(SynchronizedOptimizer):
                 return inner
 
             inner = on_every_rank(self.comm, make, "build its inner optimizer", (ValueError, TypeError))
-            return RankWorker(inner, self.comm, self.max_norm)
+            return Worker(inner, self.comm, self.max_norm)
         node = self.comm.split(self.comm.rank) if node is None else node
         assert node is not None
         sharded = ShardedOptimizer(
@@ -272,7 +272,7 @@ class DiLoCo(SynchronizedOptimizer):
         self.param_groups, self.state = inner.param_groups, inner.state
         name = inner._saved_name if isinstance(inner, ShardedOptimizer) else type(inner).__name__
         self._saved_name = f"DiLoCo of {name}"
-        self.keeps_gradients = isinstance(worker, RankWorker)
+        self.keeps_gradients = not isinstance(worker, NodeWorker)
 
     def _take_scale(self) -> None:
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)

@@ -3,16 +3,15 @@ the same bits on every rank."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from thinwire.comm import Communicator
+from thinwire.comm import CommunicationError, Communicator
 from thinwire.comm.agreement import NodeLinks
+from thinwire.comm.relay import Relay
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange
@@ -80,8 +79,8 @@ class OuterState:
                 one.zero_()
 
 
-class OuterStep(ABC):
-    """From workers' outer gradients of one fragment to what all subtract from the outer weights.
+class Together:
+    """From workers' outer gradients of one fragment to what all subtract from the outer weights, over an exchange.
 
     With Δ_m = w° - w_m of worker m (DiLoCo, arXiv 2311.08105, Algorithm 1; C a codec, e and s its residuals):
 
@@ -89,37 +88,8 @@ class OuterStep(ABC):
         owner:            a = mean c_m,  v = μ v + a,  u = η (a + μ v),  q = C(u + s),  s += u - q
         leg 2, everyone:  w° -= q
 
-    Use: `leave`, `pass_on`, `arrive`, in this order.
+    Use: `leave`, `pass_on`, `arrive`, in this order; a worker alone and a node's ranks do the same in their ways.
     """
-
-    @property
-    @abstractmethod
-    def state(self) -> OuterState:
-        """What is left behind, to be read and written in place until the next outer step."""
-
-    @abstractmethod
-    def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
-        """Leg 1: send w° - w of `weights`, which lie end to end in the fragment. Collective."""
-
-    @abstractmethod
-    def may_pass_on(self) -> bool:
-        """Whether leg 1 has brought all."""
-
-    @abstractmethod
-    def pass_on(self, settings: OuterSettings) -> None:
-        """Take the owner's part of the outer step, waiting for leg 1, and begin leg 2. Collective."""
-
-    @abstractmethod
-    def arrive(self) -> Arrived:
-        """Wait for leg 2. Raises PacketError or SettingsError, on every rank, where ranks are out of step."""
-
-    def settle(self, finite: bool) -> None:
-        """Take over momentum and residuals of an outer step that other ranks have taken, where `finite`, though its end
-        did not reach this rank; after `pass_on`."""
-
-
-class Together(OuterStep):
-    """Over the ranks of a communicator, or over nodes."""
 
     def __init__(self, exchange: Exchange, numel: int, device: torch.device) -> None:
         self._exchange = exchange
@@ -128,25 +98,25 @@ class Together(OuterStep):
         self._next_momentum: Tensor | None = None
 
     @property
-    @override
     def state(self) -> OuterState:
+        """What is left behind, to be read and written in place until the next outer step."""
         one = self._exchange
         return OuterState(one.owner_place, self._momentum, one.worker_place, one.worker_residual, one.owner_residual)
 
-    @override
     def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
+        """Leg 1: send w° - w of `weights`, which lie end to end in the fragment. Collective."""
         payload = self._exchange.payload
         payload[self._numel :].zero_()
         for place, pair in _end_to_end(weights):
             torch.sub(pair.outer, pair.own, out=payload[place])
         self._exchange.start(step, Flags.MEET if meet else Flags.NONE, settings)
 
-    @override
     def may_pass_on(self) -> bool:
+        """Whether leg 1 has brought all."""
         return self._exchange.leg_1_is_over
 
-    @override
     def pass_on(self, settings: OuterSettings) -> None:
+        """Take the owner's part of the outer step, waiting for leg 1, and begin leg 2. Collective."""
         after = torch.empty_like(self._momentum)
 
         def take_outer_step(average: Tensor, place: slice) -> None:
@@ -156,8 +126,8 @@ class Together(OuterStep):
         self._exchange.advance(take_outer_step)
         self._next_momentum = after
 
-    @override
     def arrive(self) -> Arrived:
+        """Wait for leg 2. Raises PacketError or SettingsError, on every rank, where ranks are out of step."""
         exchange = self._exchange
         assert self._next_momentum is not None, "arrive() follows pass_on()"
         exchange.wait()
@@ -169,8 +139,9 @@ class Together(OuterStep):
         exchange.read(update)
         return Arrived(update[: self._numel], outcome.meet)
 
-    @override
     def settle(self, finite: bool) -> None:
+        """Take over momentum and residuals of an outer step that other ranks have taken, where `finite`, though its end
+        did not reach this rank; after `pass_on`."""
         after, self._next_momentum = self._next_momentum, None
         assert after is not None, "settle() follows pass_on()"
         if finite:
@@ -180,7 +151,7 @@ class Together(OuterStep):
             self._exchange.revert()
 
 
-class Alone(OuterStep):
+class Alone:
     """Of a single worker, which sends nothing. In fp64, so that a step of rate 1 without momentum leads to the worker's
     own weights, bit for bit."""
 
@@ -191,23 +162,23 @@ class Alone(OuterStep):
         self._meet = False
 
     @property
-    @override
     def state(self) -> OuterState:
+        """What is left behind."""
         return OuterState(slice(0, len(self._momentum)), self._momentum, alike=True)
 
-    @override
     def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
+        """Keep w° - w."""
         self._gradient = torch.empty_like(self._momentum, dtype=torch.float64)
         for place, pair in _end_to_end(weights):
             self._gradient[place].copy_(pair.outer).sub_(pair.own)
         self._meet = meet
 
-    @override
     def may_pass_on(self) -> bool:
+        """Whether nothing has to be waited for: always."""
         return True
 
-    @override
     def pass_on(self, settings: OuterSettings) -> None:
+        """Take the outer step."""
         assert self._gradient is not None, "pass_on() follows leave()"
         gradient, self._gradient = self._gradient, None
         if bool(torch.isfinite(gradient.abs().max())) if gradient.numel() else True:
@@ -215,10 +186,13 @@ class Alone(OuterStep):
             self._update = gradient.add_(momentum, alpha=settings.momentum).mul_(settings.lr)
             self._momentum.copy_(momentum)
 
-    @override
     def arrive(self) -> Arrived:
+        """Give its update."""
         update, self._update = self._update, None
         return Arrived(update, self._meet)
+
+    def settle(self, finite: bool) -> None:
+        """Do nothing: no other rank has taken it."""
 
 
 def _end_to_end(weights: Sequence[WeightPair]) -> Iterator[tuple[slice, WeightPair]]:
@@ -227,6 +201,72 @@ def _end_to_end(weights: Sequence[WeightPair]) -> Iterator[tuple[slice, WeightPa
     for pair in weights:
         yield slice(start, start + pair.outer.numel()), pair
         start += pair.outer.numel()
+
+
+class _OfNode:
+    """`of_leader` on the node's first rank; on the others nothing, which own nothing of the fragment.
+
+    What goes wrong between nodes goes wrong in `arrive`, on every rank of the node.
+    """
+
+    def __init__(self, relay: Relay, numel: int, device: torch.device, of_leader: Together | Alone | None) -> None:
+        self._relay = relay
+        self._numel = numel
+        self._device = device
+        self._of_leader = of_leader
+        self._error: CommunicationError | None = None
+
+    @property
+    def state(self) -> OuterState:
+        if self._of_leader is None:
+            return OuterState(slice(0, 0), torch.zeros(0, device=self._device))
+        return self._of_leader.state
+
+    def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
+        self._error = None
+        self._on_leader(lambda one: one.leave(weights, step, settings, meet=meet))
+
+    def may_pass_on(self) -> bool:
+        return self._error is None and self._of_leader is not None and self._of_leader.may_pass_on()
+
+    def pass_on(self, settings: OuterSettings) -> None:
+        self._on_leader(lambda one: one.pass_on(settings))
+
+    def arrive(self) -> Arrived:
+        """Collective inside the node."""
+        here: list[Arrived] = []
+
+        def arrive_between() -> tuple[str | None, bool]:
+            """What arrives on the first rank goes into `here`; the name of its dtype, None where nothing does."""
+            assert self._of_leader is not None
+            if self._error is not None:
+                raise self._error
+            here.append(arrived := self._of_leader.arrive())
+            form = None if arrived.update is None else str(arrived.update.dtype).removeprefix("torch.")
+            return form, arrived.meet
+
+        form, meet = self._relay.ask(arrive_between)
+        if form is None:
+            return Arrived(None, meet)
+        update = here[0].update if here else None
+        if update is None:
+            update = torch.empty(self._numel, dtype=getattr(torch, form), device=self._device)
+        self._relay.spread(update)
+        return Arrived(update, meet)
+
+    def settle(self, finite: bool) -> None:
+        if self._of_leader is not None:
+            self._of_leader.settle(finite)
+
+    def _on_leader(self, action: Callable[[Together | Alone], None]) -> None:
+        if self._of_leader is not None and self._error is None:
+            try:
+                action(self._of_leader)
+            except CommunicationError as error:
+                self._error = error
+
+
+OuterStep = Together | Alone | _OfNode
 
 
 def make_outer_step(
@@ -238,7 +278,7 @@ def make_outer_step(
     device: torch.device,
     *,
     reversible: bool = False,
-) -> OuterStep:
+) -> Together | Alone:
     """Of fragment number `index`, over nodes where there are `links`, else over the ranks of `comm`.
 
     `reversible`: what has left can be undone, at the price of a second worker residual while it is in flight.
@@ -260,3 +300,14 @@ def make_outer_step(
             reversible=reversible,
         )
     return Together(exchange, fragment.numel, device)
+
+
+def make_node_outer_step(
+    relay: Relay, comm: Communicator | None, fragment: Fragment, codec: Codec, index: int, device: torch.device
+) -> OuterStep:
+    """Of fragment number `index`, over the workers whose first ranks are those of `comm`, which no others have; what
+    has left can be undone."""
+    of_leader = None
+    if comm is not None:
+        of_leader = make_outer_step(comm, None, fragment, codec, index, device, reversible=True)
+    return of_leader if relay.alone and of_leader else _OfNode(relay, fragment.numel, device, of_leader)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -21,88 +20,28 @@ _NUMBER = "[number]"
 _START = "[start]"
 
 
-class Worker(ABC):
-    """An inner optimizer and the weights that it steps.
+class Worker:
+    """An inner optimizer and the weights that it steps: here any torch optimizer and one rank's own fp32 parameters.
 
     `optimizer`: the inner one. `parameters`: what it holds, in the order of its groups. `watcher`: of backwards whose
-    gradients leave this rank, for others of its node.
+    gradients leave this rank, for others of its node. Gradients are clipped to a 2-norm of `max_norm`, 0 for none: this
+    rank's own.
     """
 
     optimizer: torch.optim.Optimizer
-    parameters: list[Tensor]
-    watcher: BackwardWatcher
 
-    @abstractmethod
+    def __init__(self, optimizer: torch.optim.Optimizer, comm: Communicator, max_norm: float) -> None:
+        self.optimizer = optimizer
+        self.parameters: list[Tensor] = [one for group in optimizer.param_groups for one in group["params"]]
+        self.watcher = BackwardWatcher(str, lambda: None)  # of no parameter
+        self._comm = comm
+        self._max_norm = max_norm
+
     def step(self, loss_scale: float, overflows: bool) -> StepResult:
         """Step by the gradients, which are times `loss_scale`, or skip them where they are not finite.
 
         `overflows`: a GradScaler has found that already.
         """
-
-    @abstractmethod
-    def weights(self, number: int) -> Tensor:
-        """The fp32 weights that steps change, one-dimensional, of a parameter: to be read."""
-
-    @abstractmethod
-    def write(self, number: int, start: int, values: Tensor) -> None:
-        """Set elements of a parameter from `start` on, and all that follows from them."""
-
-    @abstractmethod
-    def show(self, number: int, start: int, values: Tensor) -> None:
-        """Let the parameter alone have these values from `start` on, rounded to its dtype."""
-
-    @abstractmethod
-    def parameter_state(self, in_sync: Callable[[], bool]) -> ParameterState:
-        """What is held of each parameter."""
-
-    def leave_out(self, parameters: Iterable[Tensor]) -> None:
-        """Expect no gradient of these in the next backward."""
-
-    @abstractmethod
-    def before_backwards(self, callback: Callable[[int], None]) -> None:
-        """Call this, a method, now and then during backwards, and before the first gradient is taken."""
-
-    @abstractmethod
-    def saved(self, names: Sequence[str]) -> dict[tuple[str, str], Tensor]:
-        """The inner optimizer's state by kind and name; the parameters called `names`."""
-
-    @abstractmethod
-    def load(self, names: Sequence[str], kinds: Iterable[str], read: Callable[[str], Tensor]) -> None:
-        """Take over what `saved` gave; `read` takes "kind.name", and raises KeyError where there is none. Weights stay
-        as they are."""
-
-    @abstractmethod
-    def reset_state(self) -> None:
-        """Forget the inner optimizer's state."""
-
-    @abstractmethod
-    def model_state_bytes(self, numel: int) -> dict[str, float]:
-        """Bytes that a rank holds of the replica, its gradients and its optimizer state, `numel` trained elements."""
-
-    @property
-    def bytes_inside(self) -> int:
-        """Bytes this rank has sent to ranks of its node."""
-        return 0
-
-    def close(self) -> None:
-        """Release communicators."""
-
-
-class RankWorker(Worker):
-    """One rank, fp32 parameters: any torch optimizer steps the parameters themselves.
-
-    Gradients are clipped to a 2-norm of `max_norm`, 0 for none: this rank's own.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, comm: Communicator, max_norm: float) -> None:
-        self.optimizer = optimizer
-        self.watcher = BackwardWatcher(str, lambda: None)  # of no parameter
-        self._comm = comm
-        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._max_norm = max_norm
-
-    @override
-    def step(self, loss_scale: float, overflows: bool) -> StepResult:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if not gradients:
             return StepResult(False, math.nan, NO_GRADIENTS)
@@ -115,31 +54,40 @@ class RankWorker(Worker):
         self.optimizer.step()
         return StepResult(True, norm)
 
-    @override
     def weights(self, number: int) -> Tensor:
+        """The fp32 weights that steps change, one-dimensional, of a parameter: to be read."""
         return self.parameters[number].detach().reshape(-1)
 
-    @override
     def write(self, number: int, start: int, values: Tensor) -> None:
+        """Set elements of a parameter from `start` on, and all that follows from them."""
         self.show(number, start, values)
 
-    @override
+    @torch.no_grad()
     def show(self, number: int, start: int, values: Tensor) -> None:
-        with torch.no_grad():
-            parameter = self.parameters[number]
-            if parameter.is_contiguous():
-                parameter.view(-1)[start : start + values.numel()].copy_(values)
-            else:
-                whole = parameter.reshape(-1)
-                whole[start : start + values.numel()].copy_(values)
-                parameter.copy_(whole.view(parameter.shape))
+        """Let the parameter alone have these values from `start` on, rounded to its dtype."""
+        parameter = self.parameters[number]
+        if parameter.is_contiguous():
+            parameter.view(-1)[start : start + values.numel()].copy_(values)
+        else:
+            whole = parameter.reshape(-1)
+            whole[start : start + values.numel()].copy_(values)
+            parameter.copy_(whole.view(parameter.shape))
 
-    @override
     def parameter_state(self, in_sync: Callable[[], bool]) -> ParameterState:
+        """What is held of each parameter."""
         return _OwnState(self, self._comm, in_sync)
 
-    @override
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Expect no gradient of these in the next backward."""
+
+    def before_backwards(self, callback: Callable[[int], None]) -> None:
+        """Call this, a method, now and then during backwards, and before the first gradient is taken."""
+        for number, parameter in enumerate(self.parameters):
+            if parameter.requires_grad:
+                GradientHook(callback, number).register(parameter)
+
     def saved(self, names: Sequence[str]) -> dict[tuple[str, str], Tensor]:
+        """The inner optimizer's state by kind and name; the parameters called `names`."""
         return {
             (f"{kind}{'' if isinstance(value, Tensor) else _NUMBER}", name): torch.as_tensor(value)
             for name, parameter in zip(names, self.parameters, strict=True)
@@ -147,8 +95,9 @@ class RankWorker(Worker):
             if value is not None
         }
 
-    @override
     def load(self, names: Sequence[str], kinds: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        """Take over what `saved` gave; `read` takes "kind.name", and raises KeyError where there is none. Weights stay
+        as they are."""
         self.reset_state()
         for name, parameter in zip(names, self.parameters, strict=True):
             for kind in kinds:
@@ -163,22 +112,24 @@ class RankWorker(Worker):
                     # Step counts stay on the CPU, where torch's optimizers keep them.
                     entry[kind] = value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
 
-    @override
     def reset_state(self) -> None:
+        """Forget the inner optimizer's state."""
         self.optimizer.state.clear()
 
-    @override
     def model_state_bytes(self, numel: int) -> dict[str, float]:
+        """Bytes that a rank holds of the replica, its gradients and its optimizer state, `numel` trained elements."""
         held = float(
             sum(getattr(one, "nbytes", 0) for entry in self.optimizer.state.values() for one in entry.values())
         )
         return {"weights": 4.0 * numel, "masters": 0.0, "gradients": 4.0 * numel, "optimizer state": held}
 
-    @override
-    def before_backwards(self, callback: Callable[[int], None]) -> None:
-        for number, parameter in enumerate(self.parameters):
-            if parameter.requires_grad:
-                GradientHook(callback, number).register(parameter)
+    @property
+    def bytes_inside(self) -> int:
+        """Bytes this rank has sent to ranks of its node."""
+        return 0
+
+    def close(self) -> None:
+        """Release communicators."""
 
 
 class NodeWorker(Worker):
@@ -203,15 +154,14 @@ class NodeWorker(Worker):
 
     @override
     def weights(self, number: int) -> Tensor:
-        parameter = self.parameters[number].detach()
-        if parameter.dtype == torch.float32:
-            return parameter.reshape(-1)
+        if self.parameters[number].dtype == torch.float32:
+            return super().weights(number)
         return whole_values(self._state, number, self._state.weights(number))[0].reshape(-1)
 
     @override
     def write(self, number: int, start: int, values: Tensor) -> None:
         if self.parameters[number].dtype == torch.float32:
-            self.show(number, start, values)
+            super().write(number, start, values)
             return
         whole = self.weights(number).clone()
         whole[start : start + values.numel()] = values
@@ -220,16 +170,16 @@ class NodeWorker(Worker):
         self._state.after_writing_weights(number, whole.view(self.parameters[number].shape))
 
     @override
+    @torch.no_grad()
     def show(self, number: int, start: int, values: Tensor) -> None:
         parameter = self.parameters[number]
-        with torch.no_grad():
-            if parameter.dtype == torch.float32:
-                parameter.view(-1)[start : start + values.numel()].copy_(values)
-                return
-            self._state.weights(number)  # which takes over what was written
-            shown = parameter.detach().clone()
-            shown.view(-1)[start : start + values.numel()].copy_(values)
-            self._state.after_writing_weights(number, shown)  # else master weights would follow it
+        if parameter.dtype == torch.float32:
+            super().show(number, start, values)
+            return
+        self._state.weights(number)  # which takes over what was written
+        shown = parameter.detach().clone()
+        shown.view(-1)[start : start + values.numel()].copy_(values)
+        self._state.after_writing_weights(number, shown)  # else master weights would follow it
 
     @override
     def parameter_state(self, in_sync: Callable[[], bool]) -> ParameterState:
@@ -298,7 +248,7 @@ class _OwnState(ParameterState):
 
     cuts_parameters = False
 
-    def __init__(self, worker: RankWorker, comm: Communicator, in_sync: Callable[[], bool]) -> None:
+    def __init__(self, worker: Worker, comm: Communicator, in_sync: Callable[[], bool]) -> None:
         self.comm = comm
         self._worker = worker
         self._in_sync = in_sync

@@ -13,18 +13,19 @@ from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks, agree_on_nodes, raise_together
-from thinwire.optim.home import AlgorithmHome, check_settings, slices
+from thinwire.optim.bucket import Bucket, place_of
+from thinwire.optim.freeze_group import FreezeGroup
+from thinwire.optim.home import AlgorithmHome, check_in_sync, check_settings, slices
 from thinwire.optim.options import HomeOptions, Recipe
 from thinwire.optim.replicated.capture import CudaGraphs, StepCapture, check_can_be_captured
-from thinwire.optim.replicated.parameter_state import ReplicatedParameterState
 from thinwire.optim.replicated.parameters import ParameterTable, weight_and_master
 from thinwire.optim.replicated.synchronizer import FreezeGroups, SynchronizedBackward, Synchronizer
 from thinwire.optim.step import Send
 from thinwire.optim.storage import counted_bytes
 from thinwire.optim.wire import Wire
-from thinwire.zero import rank_checks
+from thinwire.zero import Slot, rank_checks
 from thinwire.zero.bucket_layout import model_state_formula
-from thinwire.zero.home import NO_GRADIENTS, ParameterState, StepResult
+from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, ParameterState, StepResult
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import ComparisonTimes
 
@@ -55,7 +56,7 @@ class ReplicatedHome(AlgorithmHome):
         self._links = NodeLinks(comm, self._nodes) if by_node else None
         self._exchange_comm = comm.duplicate()
         wire = Wire(self._exchange_comm, options, self._links)
-        self._layout = FreezeGroups(self._exchange_comm, self._table, wire, options, recipe.algorithm, self._make_rule)
+        self._layout = FreezeGroups(self._table, wire, options, recipe.algorithm, self._make_rule)
         self.groups = self._layout.groups
         self.in_flight = self._layout.step
         self.mover: Callable[[Callable[[], None]], None] = operator.call
@@ -174,7 +175,7 @@ class ReplicatedHome(AlgorithmHome):
 
     @override
     def parameter_state(self) -> ParameterState:
-        return ReplicatedParameterState(self.comm, self._table, self._layout, self._synchronizer)
+        return _State(self.comm, self._table, self._layout, self._synchronizer)
 
     # Checkpoints
 
@@ -265,3 +266,80 @@ class ReplicatedHome(AlgorithmHome):
         self._exchange_comm.close()
         if self._links is not None:
             self._links.close()
+
+
+class _State(ParameterState):
+    """Weights in `table`, state and averages in the buckets of `layout`."""
+
+    cuts_parameters = False
+
+    def __init__(
+        self, comm: Communicator, table: ParameterTable, layout: FreezeGroups, synchronizer: Synchronizer
+    ) -> None:
+        self.comm = comm
+        self._table = table
+        self._layout = layout
+        self._synchronizer = synchronizer
+
+    @override
+    def parameter(self, number: int) -> Tensor:
+        return self._table.parameters[number]
+
+    @override
+    def weights(self, number: int) -> Held:
+        check_in_sync(all(group.in_sync for group in self._layout.groups))
+        return Held([Fragment(0, self._table.weight(number).detach().reshape(-1))], everywhere=True)
+
+    @override
+    def after_writing_weights(self, number: int, value: Tensor | None) -> None:
+        assert value is not None, "every rank has all of its weights"
+        with torch.no_grad():
+            self._table.weight(number).copy_(value)
+        self._table.publish(number)
+
+    @override
+    def state(self, number: int, kind: str) -> Held:
+        found = self._find(number)
+        if found is None:
+            return Held([], everywhere=True, known=kind in self.kinds())
+        group, bucket, slot = found
+        group.check_plain(kind)
+        values = bucket.state.get(kind)
+        fragments = [] if values is None else [Fragment(0, values[place_of(slot)])]
+        return Held(fragments, everywhere=True, known=values is not None)
+
+    @override
+    def check_may_write_state(self, kind: str) -> None:
+        for group in self._layout.groups:
+            group.check_may_write(kind)
+
+    @override
+    def gradient(self, number: int) -> Held | None:
+        if not self._synchronizer.watcher.in_step:
+            return None
+        found = self._find(number)
+        if found is not None:
+            found[0].check_averages()
+        self._synchronizer.finish()
+        found = self._find(number)  # its first gradient gives it a place
+        average = None if found is None else found[1].average()
+        return None if found is None or average is None else Held([Fragment(0, average[place_of(found[2])])], True)
+
+    @override
+    def after_writing_gradient(self, number: int) -> None:
+        found = self._find(number)
+        assert found is not None, "a parameter without a place has no averaged gradient"
+        found[1].rewritten = True
+        self._synchronizer.outcome = None  # to be found out again
+
+    @override
+    def kinds(self) -> list[str]:
+        return sorted({kind for bucket in self._layout.buckets for kind in bucket.state})
+
+    def _find(self, number: int) -> tuple[FreezeGroup, Bucket, Slot] | None:
+        for group in self._layout.groups:
+            for bucket in group.buckets:
+                for slot in bucket.layout.slots:
+                    if slot.parameter == number:
+                        return group, bucket, slot
+        return None

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.optim.algorithm import Algorithm
-from thinwire.optim.bucket import Bucket
-from thinwire.optim.step import AdamSettings, Clock, Members, Parameters, Step
+from thinwire.optim.bucket import Bucket, Shared
+from thinwire.optim.step import AdamSettings, Members, Parameters
 from thinwire.optim.storage import Change, Storage
-from thinwire.optim.wire import Wire
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.master_weights import Run
 from thinwire.zero.saved_state import SliceSource, read_weight
@@ -175,17 +173,9 @@ class WholeStorage(Storage):
 
     shapes = True
 
-    def __init__(
-        self,
-        table: ParameterTable,
-        algorithm: Algorithm,
-        clock: Clock,
-        wire: Wire,
-        step: Step,
-        layouts: Mapping[int, BucketLayout],
-    ) -> None:
+    def __init__(self, table: ParameterTable, shared: Shared, layouts: Mapping[int, BucketLayout]) -> None:
         self._table = table
-        super().__init__(table, algorithm, clock, wire, step, layouts)
+        super().__init__(shared, layouts)
         self._slots = {slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots}
         self._copies: list[tuple[int, Tensor]] = []  # by number, of weights that a kernel cannot move where they lie
         self._show_state()

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from thinwire.comm import Communicator
 from thinwire.compress.exchange import Outcome
 from thinwire.optim.algorithm import Algorithm, FreezeRule
-from thinwire.optim.bucket import Bucket
+from thinwire.optim.bucket import Bucket, Shared
 from thinwire.optim.freeze_group import FreezeGroup, clip_local_step, new_clock, next_send, read_outcomes
 from thinwire.optim.home import AlgorithmHome
 from thinwire.optim.options import HomeOptions
@@ -39,7 +38,6 @@ class FreezeGroups:
 
     def __init__(
         self,
-        comm: Communicator,
         table: ParameterTable,
         wire: Wire,
         options: HomeOptions,
@@ -51,7 +49,7 @@ class FreezeGroups:
         self.buckets: list[Bucket] = []
         self.uncompressed_bytes = 0
         self.step = Step(table.groups, options.averaging.divide_first)
-        self.comm = comm
+        self.comm = wire.comm
         self._table = table
         self._wire = wire
         self._options = options
@@ -105,10 +103,9 @@ class FreezeGroups:
 
     def _add(self, layouts: Sequence[BucketLayout]) -> FreezeGroup:
         algorithm = self._make_algorithm()
-        clock = new_clock(algorithm)
-        numbered = dict(enumerate(layouts, len(self.buckets)))
-        storage = WholeStorage(self._table, algorithm, clock, self._wire, self.step, numbered)
-        group = FreezeGroup(self.comm, self._table, algorithm, self._make_rule(), clock, storage)
+        shared = Shared(self._table, algorithm, new_clock(algorithm), self._wire, self.step)
+        storage = WholeStorage(self._table, shared, dict(enumerate(layouts, len(self.buckets))))
+        group = FreezeGroup(storage, self._make_rule())
         self.groups.append(group)
         self.storages.append(storage)
         self.buckets = [*self.buckets, *storage.buckets]

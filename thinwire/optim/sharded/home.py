@@ -11,16 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from thinwire.optim.bucket import Shared
 from thinwire.optim.freeze_group import FreezeGroup, clip_local_step, new_clock, read_outcomes
-from thinwire.optim.home import (
-    AlgorithmHome,
-    check_averages,
-    check_in_sync,
-    check_may_write,
-    check_plain,
-    check_settings,
-    slices,
-)
+from thinwire.optim.home import AlgorithmHome, check_in_sync, check_settings, slices
 from thinwire.optim.options import HomeOptions, Recipe
 from thinwire.optim.sharded.owned import OwnedStorage
 from thinwire.optim.sharded.packed import PackedStorage
@@ -61,21 +54,17 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
     def _begin_again(self) -> None:
         """Be at step 0."""
         sharded, options, recipe = self._parameters, self._options, self._recipe
-        algorithm = recipe.algorithm()
-        clock = new_clock(algorithm)
-        order = sharded.order
+        algorithm, order = recipe.algorithm(), sharded.order
         parameters = Parameters(
             order.parameters, order.group_of, sharded.groups, recipe.hyperparameters, order.describe
         )
-        given = sharded, parameters, algorithm, clock, self._wire, self.in_flight
+        shared = Shared(parameters, algorithm, new_clock(algorithm), self._wire, self.in_flight)
         self._storage: OwnedStorage | PackedStorage
         if algorithm.form.packs:
-            resync = options.resync_interval, options.on_drift
-            self._storage = PackedStorage(*given, seal=self.watcher.seal, resync=resync, reversible=self._reversible)
+            self._storage = PackedStorage(sharded, shared, options, self.watcher.seal, self._reversible)
         else:
-            self._storage = OwnedStorage(*given, options)
-        group = FreezeGroup(sharded.exchange_comm, parameters, algorithm, self._make_rule(), clock, self._storage)
-        self.groups = [group]
+            self._storage = OwnedStorage(sharded, shared, options)
+        self.groups = [FreezeGroup(self._storage, self._make_rule())]
         self._prepare()
 
     def _reversible(self) -> bool:
@@ -270,7 +259,7 @@ class _State(BucketParameterState):
 
     @override
     def check_gradients(self) -> None:
-        check_averages(self._group.send is Send.EXACT)
+        self._group.check_averages()
 
     @override
     def average(self, bucket: int) -> Tensor | None:
@@ -284,11 +273,11 @@ class _State(BucketParameterState):
 
     @override
     def check_may_write_state(self, kind: str) -> None:
-        check_may_write(self._group.algorithm, self._group.clock, kind)
+        self._group.check_may_write(kind)
 
     @override
     def state_in(self, bucket: int, number: int, kind: str) -> Held:
-        check_plain(self._group.algorithm, self._group.clock, kind)
+        self._group.check_plain(kind)
         kept, masters = self._group.buckets[bucket], self._parameters.masters[bucket]
         if kind in kept.whole_state:
             return of_whole_bucket(masters.bucket, number, kept.whole_state[kind])

@@ -3,6 +3,7 @@ what else a rank's own steps need whole on every rank."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,12 +13,11 @@ from typing_extensions import override
 
 from thinwire.compress.kernels.calls import StoreRounded
 from thinwire.compress.kernels.loading import execute
-from thinwire.optim.algorithm import Agreement, Algorithm, Keep, LocalSteps
-from thinwire.optim.bucket import Bucket, place_of
+from thinwire.optim.algorithm import Agreement, Keep, LocalSteps
+from thinwire.optim.bucket import Bucket, Shared, place_of
 from thinwire.optim.options import HomeOptions
-from thinwire.optim.step import Clock, Members, MembersByGroup, Parameters, Send, Step
+from thinwire.optim.step import Members, MembersByGroup, Send
 from thinwire.optim.storage import Change, Storage, counted_bytes, slots_with_elements
-from thinwire.optim.wire import Wire
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.master_weights import FlatBucket, MasterWeights, Run, ShardedParameters
 from thinwire.zero.rank_checks import compare_replicas
@@ -35,23 +35,14 @@ class OwnedStorage(Storage):
 
     shards_state = True
 
-    def __init__(
-        self,
-        sharded: ShardedParameters,
-        parameters: Parameters,
-        algorithm: Algorithm,
-        clock: Clock,
-        wire: Wire,
-        step: Step,
-        options: HomeOptions,
-    ) -> None:
+    def __init__(self, sharded: ShardedParameters, shared: Shared, options: HomeOptions) -> None:
         self.resynchronized_at = 0
         self.comparisons = ComparisonTimes(options.resync_interval)
         self._comm = sharded.comm
         self._options = options
-        self._published = algorithm.published if isinstance(algorithm, LocalSteps) else ()
+        self._published = shared.algorithm.published if isinstance(shared.algorithm, LocalSteps) else ()
         self._common_weights = [_CommonWeights(master_weights) for master_weights in sharded.masters]
-        super().__init__(parameters, algorithm, clock, wire, step, {one.index: one.layout for one in sharded.buckets})
+        super().__init__(shared, {one.index: one.layout for one in sharded.buckets})
 
     @override
     def new_state(self, name: str, bucket: int, layout: BucketLayout) -> Tensor:
@@ -63,6 +54,7 @@ class OwnedStorage(Storage):
     @override
     def absorb(self, local: LocalSteps, groups: Sequence[Members], absent: Collection[int], agree: Agreement) -> None:
         self._absorb_owned(local, absent)
+        self.hold_masked(self._algorithm.form.denominators, math.inf)
         self._algorithm.exact(groups, self._clock, agree)
         self._settle(local, absent)
 

@@ -4,29 +4,17 @@ wire, and momentum as signs and preconditioner as 8 bits on every rank."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.optim.algorithm import Algorithm
-from thinwire.optim.bucket import Bucket
+from thinwire.optim import storage
+from thinwire.optim.bucket import Bucket, Shared
+from thinwire.optim.options import HomeOptions
 from thinwire.optim.sharded.packed_bucket import PackedBucket, publish, ranges_of, read_packed
-from thinwire.optim.step import Clock, Members, MembersByGroup, Parameters, Send, Step
-from thinwire.optim.storage import (
-    PACKED_MOMENTUM,
-    PACKED_PRECONDITIONER,
-    PRECONDITIONER_HIGH,
-    PRECONDITIONER_LOW,
-    Change,
-    Storage,
-    as_packed,
-    fill_masked,
-    quantize,
-    table,
-)
-from thinwire.optim.wire import Wire
+from thinwire.optim.step import Members, MembersByGroup, Send
+from thinwire.optim.storage import Change, Storage, fill_masked
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.bucket_layout import frozen_state_formula, model_state_formula
 from thinwire.zero.gradient_seal import Seal
@@ -48,32 +36,25 @@ class PackedStorage(Storage):
     def __init__(
         self,
         sharded: ShardedParameters,
-        parameters: Parameters,
-        algorithm: Algorithm,
-        clock: Clock,
-        wire: Wire,
-        step: Step,
-        *,
+        shared: Shared,
+        options: HomeOptions,
         seal: Seal,
-        resync: tuple[int, Literal["repair", "raise"]],
         reversible: Callable[[], bool],
     ) -> None:
-        """`resync`: steps between two comparisons of replicas, and what one that fails does. `reversible`: whether to
-        keep the residuals of before a step, asked at the freeze."""
+        """`reversible`: whether to keep the residuals of before a step, asked at the freeze."""
         self._sharded = sharded
-        self._resync = resync
+        self._options = options
         self._reversible = reversible
         self._moving: dict[int, list[Members]] = {}
         self._codes: list[Tensor] = []
-        super().__init__(parameters, algorithm, clock, wire, step, {one.index: one.layout for one in sharded.buckets})
+        super().__init__(shared, {one.index: one.layout for one in sharded.buckets})
         self.gradients = averaging_gradients(sharded, seal)
         self.transports = self.gradients
 
     @override
-    def _make_bucket(self, index: int, layout: BucketLayout, step: Step) -> PackedBucket:
+    def _make_bucket(self, index: int, layout: BucketLayout) -> PackedBucket:
         state = {name: self.new_state(name, index, layout) for name in self._algorithm.state}
-        given = self._parameters, self._wire, self._algorithm, self._clock, step
-        return PackedBucket(self._sharded.masters[index], *given, state=state)
+        return PackedBucket(self._sharded.masters[index], self.shared, state)
 
     @override
     def new_state(self, name: str, bucket: int, layout: BucketLayout) -> Tensor:
@@ -138,11 +119,11 @@ class PackedStorage(Storage):
 
     def end_step(self, send: Send) -> None:
         """Now and then see whether all ranks hold the same weights, and give them their owners' again."""
-        clock, (interval, on_drift) = self._clock, self._resync
-        if send is Send.EXACT or clock.frozen_at is None or (clock.steps - clock.frozen_at) % interval:
+        clock, options = self._clock, self._options
+        if send is Send.EXACT or clock.frozen_at is None or (clock.steps - clock.frozen_at) % options.resync_interval:
             return
         replicas = (bucket.flat.flat for bucket in self.buckets)
-        same = compare_replicas(self._wire.comm, replicas, clock.steps, on_drift, "the owners' master weights")
+        same = compare_replicas(self._wire.comm, replicas, clock.steps, options.on_drift, "the owners' master weights")
         if not same or any(bucket.master_weights.separate for bucket in self.buckets):
             for wait in [bucket.master_weights.publish() for bucket in self.buckets]:
                 wait()
@@ -174,9 +155,9 @@ class PackedStorage(Storage):
             codes = torch.zeros(bucket.layout.shard, dtype=torch.uint8, device=bucket.device)
             runs = bucket.flat.own_runs
             ranges = self._ranges[[run.parameter for run in runs]]
-            tables = table(ranges[:, 0], ranges[:, 1])
+            tables = storage.table(ranges[:, 0], ranges[:, 1])
             for run, of_run, (low, high) in zip(runs, tables, ranges.tolist(), strict=True):
-                codes[run.place] = quantize(1 / values[run.place], low, high)
+                codes[run.place] = storage.quantize(1 / values[run.place], low, high)
                 inverse = of_run[codes[run.place].int()]
                 bucket.state[form.momentum][run.place].mul_(inverse)
                 values[run.place].copy_(inverse.reciprocal_())
@@ -205,7 +186,7 @@ class PackedStorage(Storage):
             found["master"] = master_weights.weights[run.place]
         if self._clock.frozen_at is not None and not run.start:
             low, high = bucket.range_of(run.parameter).view(2, 1)
-            found |= {PRECONDITIONER_LOW: low, PRECONDITIONER_HIGH: high}
+            found |= {storage.PRECONDITIONER_LOW: low, storage.PRECONDITIONER_HIGH: high}
         return found
 
     @override
@@ -214,7 +195,8 @@ class PackedStorage(Storage):
         assert isinstance(bucket, PackedBucket)
         if self._clock.frozen_at is None:
             return bucket.state
-        return {**bucket.state, PACKED_MOMENTUM: bucket.saved_momentum(), PACKED_PRECONDITIONER: bucket.codes[own]}
+        packed = {storage.PACKED_MOMENTUM: bucket.saved_momentum(), storage.PACKED_PRECONDITIONER: bucket.codes[own]}
+        return {**bucket.state, **packed}
 
     @override
     def load_state(
@@ -229,7 +211,8 @@ class PackedStorage(Storage):
         if not self._clock.frozen:
             super().load_state(bucket, names, source, common, ranks)
             return
-        frozen = read_packed(bucket.flat, self._wire.codec, names, as_packed(source, self._algorithm.form))
+        read = storage.as_packed(source, self._algorithm.form)
+        frozen = read_packed(bucket.flat, self._wire.codec, names, read)
         fill_masked(self._parameters, frozen.codes, runs_in(bucket.layout, slice(0, bucket.layout.numel)), 0)
         bucket.begin_packed(frozen, reversible=self._reversible())
         self._load_owned(bucket, names, source)

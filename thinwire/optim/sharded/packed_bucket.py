@@ -19,20 +19,10 @@ from thinwire.compress.kernels.loading import execute
 from thinwire.compress.kernels.reference import decode_blocks, encode_blocks
 from thinwire.compress.light_exchanges import LowMemoryExchange
 from thinwire.compress.packet_layout import HEADER_BYTES, SCALE_BYTES
-from thinwire.optim.algorithm import Algorithm
-from thinwire.optim.bucket import Bucket, part_of
-from thinwire.optim.step import Clock, Parameters, Send, Step
-from thinwire.optim.storage import (
-    PACKED_MOMENTUM,
-    PACKED_PRECONDITIONER,
-    PRECONDITIONER_HIGH,
-    PRECONDITIONER_LOW,
-    SMALLEST_OF_MEAN,
-    table,
-)
-from thinwire.optim.wire import Wire
+from thinwire.optim import storage
+from thinwire.optim.bucket import Bucket, Shared, part_of
+from thinwire.optim.step import Send
 from thinwire.zero.master_weights import FlatBucket, MasterWeights, Run, runs_in
-from thinwire.zero.saved_state import SliceSource
 
 
 class PackedBucket(Bucket):
@@ -44,22 +34,13 @@ class PackedBucket(Bucket):
     the own shard before this step and after it, if the algorithm asks for more than the form says.
     """
 
-    def __init__(
-        self,
-        master_weights: MasterWeights,
-        parameters: Parameters,
-        wire: Wire,
-        algorithm: Algorithm,
-        clock: Clock,
-        step: Step,
-        state: dict[str, Tensor],
-    ) -> None:
+    def __init__(self, master_weights: MasterWeights, shared: Shared, state: dict[str, Tensor]) -> None:
         flat = master_weights.bucket
-        super().__init__(flat.index, flat.layout, parameters, wire, algorithm, clock, step, state=state)
+        super().__init__(flat.index, flat.layout, shared, state=state)
         self.flat = flat
         self.master_weights = master_weights
         self.own_momenta: tuple[Tensor, Tensor] | None = None
-        self._rank = wire.comm.rank
+        self._rank = shared.wire.comm.rank
         self._beside: OwnPackets | None = None
 
     def begin_packed(self, frozen: FrozenState, *, reversible: bool) -> None:
@@ -68,7 +49,7 @@ class PackedBucket(Bucket):
         form = self._algorithm.form
         self.state = {name: one for name, one in self.state.items() if name not in (form.momentum, form.denominators)}
         self.momentum, self.codes, self.ranges = frozen.momentum, frozen.codes, frozen.ranges
-        self._tables = table(self.ranges[:, 0], self.ranges[:, 1])
+        self._tables = storage.table(self.ranges[:, 0], self.ranges[:, 1])
         self._has_zero_variance = bool((self.codes[: self.layout.numel] == 0).any())
         self.__dict__.pop("_few_held", None)
         if self._compressed is None:
@@ -283,7 +264,7 @@ def ranges_of(comm: Communicator, cuts: Sequence[tuple[int, Tensor]], count: int
         sums[parameter, 0] += torch.where(finite, denominators, 0.0).sum(dtype=torch.float64)
         sums[parameter, 1] += finite.sum()
     comm.all_reduce(sums)
-    smallest = SMALLEST_OF_MEAN * sums[:, 0] / sums[:, 1].clamp(min=1)
+    smallest = storage.SMALLEST_OF_MEAN * sums[:, 0] / sums[:, 1].clamp(min=1)
     highest = torch.zeros(count, dtype=torch.float64, device=device)
     for parameter, denominators in cuts:
         denominators.clamp_(min=float(smallest[parameter]))
@@ -315,18 +296,18 @@ def publish(bucket: FlatBucket, codec: Codec, u: Tensor, own_codes: Tensor, rang
     return FrozenState(momentum, codes, ranges[[slot.parameter for slot in layout.slots]], u)
 
 
-def read_packed(bucket: FlatBucket, codec: Codec, names: Sequence[str], source: SliceSource) -> FrozenState:
+def read_packed(bucket: FlatBucket, codec: Codec, names: Sequence[str], read: storage.Read) -> FrozenState:
     """Read packed state for this number of ranks; KeyError if something was not saved."""
     layout = bucket.layout
     codes = torch.zeros_like(bucket.flat, dtype=torch.uint8)
     u = torch.zeros_like(bucket.flat, dtype=torch.float32)
     ranges = dict.fromkeys((slot.parameter for slot in layout.slots), torch.ones(2))
+    ends = storage.PRECONDITIONER_LOW, storage.PRECONDITIONER_HIGH
     for run in runs_in(layout, slice(0, layout.numel)):  # of a parameter without elements nothing was saved
         name = names[run.parameter]
-        codes[run.place].copy_(source.read(PACKED_PRECONDITIONER, name, 0, run.numel))
-        u[run.place].copy_(source.read(PACKED_MOMENTUM, name, 0, run.numel))
-        low, high = (source.read(kind, name, 0, 1) for kind in (PRECONDITIONER_LOW, PRECONDITIONER_HIGH))
-        ranges[run.parameter] = torch.cat([low, high])
+        codes[run.place].copy_(read(storage.PACKED_PRECONDITIONER, name, 0, run.numel))
+        u[run.place].copy_(read(storage.PACKED_MOMENTUM, name, 0, run.numel))
+        ranges[run.parameter] = torch.cat([read(end, name, 0, 1) for end in ends])
     momentum = _pack(u, layout.numel, codec, layout.world_size)
     return FrozenState(momentum, codes, torch.stack(list(ranges.values())).to(u.device), bucket.shard_of(u).clone())
 
