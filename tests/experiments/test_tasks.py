@@ -14,7 +14,7 @@ from torch import Tensor
 
 from experiments.common.errors import InputError
 from experiments.tasks import next_character, tokenizer
-from experiments.tasks.batches import MaskedBatches, pack, random_batch
+from experiments.tasks.batches import MaskedBatches, pack
 from experiments.tasks.corpus import Corpus, load
 from experiments.tasks.masking import IGNORED, mask_tokens
 from experiments.tasks.next_character import CharacterModelSize, NextCharacterTask, Text, share_text
@@ -90,24 +90,15 @@ def test_a_vocabulary_without_room_for_the_alphabet_is_refused() -> None:
 TEXTS = {"letters": "a b c d e f g h " * 40, "numbers": "1 2 3 4 5 6 7 8\n" * 60}
 
 
-def shared(ranks: int = 1, length: int = 4, texts: dict[str, str] = TEXTS) -> list[Passages]:
-    def rank(comm: Communicator) -> Passages:
-        return share_passages(comm, lambda: texts, 60, length)
-
-    return threads.run(rank, ranks)
+def shared(ranks: int) -> list[Passages]:
+    return threads.run(lambda comm: share_passages(comm, lambda: TEXTS, 60, 4), ranks)
 
 
-def test_every_rank_gets_the_passages_of_rank_0() -> None:
-    first, *others = shared(3)
-    assert first.classes == ("letters", "numbers")
-    for other in others:
-        assert (other.classes, other.vocabulary) == (first.classes, first.vocabulary)
-        assert torch.equal(other.tokens, first.tokens)
-        assert torch.equal(other.labels, first.labels)
-
-
-def test_texts_give_alike_many_passages_in_three_parts() -> None:
-    (passages,) = shared()
+def test_texts_give_alike_many_passages_in_three_parts_on_every_rank() -> None:
+    passages, *others = shared(3)
+    assert passages.classes == ("letters", "numbers")
+    assert all(torch.equal(other.tokens, passages.tokens) for other in others)
+    assert all(torch.equal(other.labels, passages.labels) for other in others)
     count = len(passages.labels) // 2
     assert count >= 80
     assert passages.labels.tolist() == [0] * count + [1] * count
@@ -126,12 +117,8 @@ def test_files_are_classes(tmp_path: Path) -> None:
     texts = read_texts(files)
     assert list(texts) == ["one", "two"]
     assert texts["one"] == files[0].read_text()
-    with pytest.raises(InputError, match="takes two text files or more"):
-        read_texts(files[:1])
     with pytest.raises(InputError, match="takes two text files or more, of different names"):
         read_texts([files[0], files[0]])
-    with pytest.raises(InputError, match="absent"):
-        read_texts([files[0], tmp_path / "absent"])
 
 
 def test_packing_keeps_the_order_and_frames_each_sequence() -> None:
@@ -140,12 +127,9 @@ def test_packing_keeps_the_order_and_frames_each_sequence() -> None:
     assert sequences.shape == (3, 10)
     assert (sequences[:, 0] == CLS).all()
     assert (sequences[:, -1] == SEP).all()
-    assert np.array_equal(sequences[:, 1:-1].ravel(), run[:24])
-
-
-def test_too_few_tokens_for_a_sequence_are_refused() -> None:
     with pytest.raises(InputError, match="--sequence-length"):
-        pack(np.arange(7, dtype=np.int32), 10)
+        pack(run[:7], 10)
+    assert np.array_equal(sequences[:, 1:-1].ravel(), run[:24])
 
 
 def test_a_batch_depends_on_seed_step_and_rank_only() -> None:
@@ -180,16 +164,6 @@ def test_a_pass_over_the_corpus_meets_every_sequence_once() -> None:
 def _origin(inputs: Tensor, labels: Tensor) -> int:
     """The number in second place, whether it was masked or not."""
     return int(inputs[1]) if int(labels[1]) == IGNORED else int(labels[1])
-
-
-def test_random_batches_ask_for_every_sixth_token() -> None:
-    inputs, labels = random_batch(3, 13, VOCABULARY, seed=4)
-    asked = labels != IGNORED
-    assert asked.sum(dim=1).tolist() == [3, 3, 3]
-    assert torch.equal(labels[asked], inputs[asked])
-    assert int(inputs.min()) >= FIRST
-    assert torch.equal(inputs, random_batch(3, 13, VOCABULARY, seed=4)[0])
-    assert not torch.equal(inputs, random_batch(3, 13, VOCABULARY, seed=5)[0])
 
 
 VOCABULARY = 500
@@ -272,16 +246,6 @@ def test_no_place_sees_what_comes_after_it(task: NextCharacterTask) -> None:
     torch.testing.assert_close(before[:, :7], after[:, :7])
     assert not torch.allclose(before[:, 7:], after[:, 7:])
     assert (before[:, 11] != after[:, 11]).any()
-
-
-def test_the_seed_decides_weights_and_batches(task: NextCharacterTask) -> None:
-    one, same, other = (task.build_model(seed).state_dict() for seed in (5, 5, 6))
-    assert all(torch.equal(one[name], same[name]) for name in one)
-    assert not torch.equal(one["head.weight"], other["head.weight"])
-    model = task.build_model(5)
-    losses = [task.training_loss(model, *key, 2).item() for key in ((0, 1, 0), (0, 1, 0), (0, 1, 1), (0, 2, 0))]
-    assert losses[0] == losses[1]
-    assert len(set(losses)) == 3
 
 
 def test_ranks_share_the_held_out_windows(task: NextCharacterTask) -> None:
