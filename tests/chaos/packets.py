@@ -155,23 +155,9 @@ def random_bytes(source: random.Random, transfer: Transfer) -> None:
 
 
 DAMAGES: list[Damage] = [
-    nothing,
-    bits_anywhere,
-    bits_of_headers,
-    bits_of_headers,
-    bits_of_values,
-    rows_cut_short,
-    rows_too_long,
-    the_end_never_came,
-    rows_lost,
-    rows_twice,
-    senders_swapped,
-    bytes_shifted,
-    another_header,
-    another_version,
-    another_codec,
-    scales_that_are_no_numbers,
-    random_bytes,
+    *(nothing, bits_anywhere, bits_of_headers, bits_of_headers, bits_of_values, rows_cut_short, rows_too_long),
+    *(the_end_never_came, rows_lost, rows_twice, senders_swapped, bytes_shifted, another_header, another_version),
+    *(another_codec, scales_that_are_no_numbers, random_bytes),
 ]
 
 

@@ -12,7 +12,7 @@ import transformers
 
 from experiments.tasks.models import build_bert
 from experiments.tasks.sizes import SIZES as BERT_SIZES
-from thinwire.plan import Activations, Matrices, PlanError, Transformer, named_model, plain_model
+from thinwire.plan import Activations, Matrices, PlanError, named_model, plain_model
 from thinwire.plan.models import FAMILIES, MODELS, built_model, model_of
 
 # Parameters as counted in the published weights, the head that is trained included.
@@ -128,15 +128,12 @@ def write(folder: Path, **configuration: object) -> Path:
     return path
 
 
-def test_a_configuration_by_its_path_or_its_folder(tmp_path: Path) -> None:
+def test_a_configuration_by_its_path_or_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "mine", model_type="gpt2", **OF_FAMILY["gpt2"])
     assert named_model(str(path)) == named_model(str(path.parent))
     assert named_model(str(path)).name == "mine"
-
-
-def test_a_folder_that_is_called_as_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2").mkdir()  # called as a model, and holds none
     assert named_model("gpt2").parameters == PUBLISHED["gpt2"]
 
 
@@ -232,14 +229,3 @@ def test_activations() -> None:
     masks = 128 * 16 * 1024 * 24 * (2 + 16 * 128 / 1024)
     assert activations.nbytes("bf16") == whole
     assert activations.nbytes("fp32") == 2 * whole - masks
-
-
-def test_what_is_no_model() -> None:
-    with pytest.raises(PlanError, match="more elements in its matrices"):
-        Transformer("x", 10, (Matrices(4, 4),))
-    with pytest.raises(PlanError, match="not among its matrices"):
-        Transformer("x", 100, (Matrices(4, 4),), Matrices(5, 5))
-    with pytest.raises(PlanError, match="parameters must be a whole number"):
-        plain_model(0)
-    with pytest.raises(PlanError, match="heads must be"):
-        Activations(1, 1, 0, 1, 1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import pytest
@@ -12,7 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.strategies import bert, ethernet, jobs, rates
-from thinwire.plan import Cluster, Method, PlanError, Schedule, StepPrediction, Workload, methods_for, predict
+from tests.refusing import refused
+from thinwire.plan import (
+    Activations,
+    Matrices,
+    Method,
+    PlanError,
+    Schedule,
+    StepPrediction,
+    Transformer,
+    Workload,
+    methods_for,
+    plain_model,
+    plan,
+    predict,
+)
 from thinwire.plan.cluster import NO_BUCKETS, Buckets, Cost, cut, seconds_beside
 from thinwire.plan.methods import ZeroOneSteps
 
@@ -164,45 +180,6 @@ def test_ten_thousand_ranks_take_no_longer_than_sixteen(method: Method) -> None:
     assert calls_of_a_prediction(1250, method) <= 1.1 * calls_of_a_prediction(2, method)
 
 
-def test_a_hierarchy_needs_one() -> None:
-    for nodes, ranks in ((1, 4), (4, 1)):
-        with pytest.raises(PlanError, match=f"needs several nodes of several ranks, not {nodes} of {ranks}"):
-            predict(bert(), ethernet(nodes, ranks), Method("onebit-adam", hierarchical=True))
-
-
-@pytest.mark.parametrize("value", [0, -1, 2.0, True, "4", float("nan")])
-def test_ranks_are_whole_numbers(value) -> None:
-    cluster = ethernet()
-    with pytest.raises(PlanError, match="must be a whole number, at least 1"):
-        Cluster(value, 1, cluster.between, cluster.inside, cluster.processor)
-
-
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_seconds_are_seconds(value) -> None:
-    with pytest.raises(PlanError, match="backward_seconds must be a number of seconds"):
-        Workload(bert().model, 0.0, value)
-    with pytest.raises(PlanError, match="update_seconds"):
-        Workload(bert().model, 0.0, 0.0, update_seconds=value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ({"algorithm": "sgd"}, "'sgd' is not one of"),
-        ({"algorithm": "ddp-fp32", "stage": 1}, "works at ZeRO stage 0, not 1"),
-        ({"algorithm": "sharded-adam"}, "works at ZeRO stage 1 or 2 or 3, not 0"),
-        ({"algorithm": "powersgd"}, "a rank is given for powersgd"),
-        ({"algorithm": "onebit-adam", "rank": 4}, "nothing else, got 4"),
-        ({"algorithm": "powersgd", "rank": 0}, "at least 1, got 0"),
-        ({"algorithm": "onebit-adam", "stage": 1, "hierarchical": True}, "hierarchy is for"),
-        ({"algorithm": "ddp-bf16", "hierarchical": True}, "hierarchy is for"),
-    ],
-)
-def test_methods_that_do_not_exist(arguments, told) -> None:
-    with pytest.raises(PlanError, match=told):
-        Method(**arguments)
-
-
 durations = st.floats(0, 1)
 costs = st.builds(Cost, durations, durations, durations)
 
@@ -227,6 +204,7 @@ def test_equal_buckets_take_what_a_simulation_takes(computation: float, count: i
 def test_without_overlap_everything_adds_up(computation: float, count: int, each: Cost, last: Cost) -> None:
     buckets = Buckets(count, each, last)
     assert seconds_beside(computation, buckets, 0.0) == pytest.approx(computation + buckets.total.total)
+    assert seconds_beside(computation, NO_BUCKETS, each.codec) == pytest.approx(computation)
 
 
 @given(durations, st.integers(1, 40), costs, costs, st.floats(0, 1))
@@ -238,22 +216,12 @@ def test_the_last_bucket_leaves_after_everything(
     assert seconds <= (computation + count * each.total + last.total) * (1 + 1e-9)
 
 
-@given(durations, st.floats(0, 1))
-def test_nothing_to_send(computation: float, overlap: float) -> None:
-    assert seconds_beside(computation, NO_BUCKETS, overlap) == pytest.approx(computation)
-
-
 @given(st.integers(1, 10**9), st.integers(0, 10**9), st.integers(1, 10**8))
 def test_buckets_hold_every_element(elements: int, last: int, wanted: int) -> None:
     last = min(last, elements)
     buckets = cut(elements, last, wanted, lambda numel: Cost(bytes_sent=numel))
     assert elements <= buckets.total.bytes_sent < elements + buckets.count
     assert buckets.last.bytes_sent == last
-
-
-def test_buckets_cut_differently_do_not_add_up() -> None:
-    with pytest.raises(ValueError, match="3 and 2 buckets"):
-        Buckets(3, Cost(), Cost()) + Buckets(2, Cost(), Cost())
 
 
 # 0/1 Adam's intervals
@@ -301,19 +269,48 @@ def test_a_long_run_is_counted_at_once() -> None:
     assert counted.updates / (9 * 10**11) == pytest.approx(1 / 16, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"steps": 0},
-        {"warmup": 1.1},
-        {"warmup": float("nan")},
-        {"warmup_wire": "fp8"},
-        {"var_freeze_step": -1},
-        {"powersgd_start": 0.5},
-        {"local_step_clipper": 0},
-        {"bucket_bytes": 1.5},
-    ],
-)
-def test_a_run_that_makes_no_sense(bad) -> None:
-    with pytest.raises(PlanError, match=next(iter(bad))):
-        Schedule(**bad)
+OF_ONE_RANK_A_NODE = Method("onebit-adam", hierarchical=True)
+REFUSED: list[tuple[str, Callable[[], object]]] = [
+    ("'sgd' is not one of", lambda: Method("sgd")),
+    ("works at ZeRO stage 0, not 1", lambda: Method("ddp-fp32", 1)),
+    ("works at ZeRO stage 1 or 2 or 3, not 0", lambda: Method("sharded-adam")),
+    ("a rank is given for powersgd", lambda: Method("powersgd")),
+    ("nothing else, got 4", lambda: Method("onebit-adam", rank=4)),
+    ("at least 1, got 0", lambda: Method("powersgd", rank=0)),
+    ("hierarchy is for", lambda: Method("onebit-adam", 1, hierarchical=True)),
+    ("hierarchy is for", lambda: Method("ddp-bf16", hierarchical=True)),
+    ("several nodes of several ranks, not 1 of 4", lambda: predict(bert(), ethernet(1, 4), OF_ONE_RANK_A_NODE)),
+    ("several nodes of several ranks, not 4 of 1", lambda: predict(bert(), ethernet(4, 1), OF_ONE_RANK_A_NODE)),
+    *(
+        ("must be a whole number, at least 1", partial(dataclasses.replace, ethernet(), nodes=count))
+        for count in (0, -1, 2.0, True, "4", math.nan)
+    ),
+    *(
+        (f"{name} must be a number of seconds", partial(dataclasses.replace, bert(), **{name: seconds}))
+        for name in ("backward_seconds", "update_seconds")
+        for seconds in (-1.0, math.nan, math.inf)
+    ),
+    ("steps", lambda: Schedule(steps=0)),
+    ("warmup", lambda: Schedule(warmup=1.1)),
+    ("warmup", lambda: Schedule(warmup=math.nan)),
+    ("warmup_wire", lambda: Schedule(warmup_wire="fp8")),
+    ("var_freeze_step", lambda: Schedule(var_freeze_step=-1)),
+    ("powersgd_start", lambda: Schedule(powersgd_start=0.5)),
+    ("local_step_clipper", lambda: Schedule(local_step_clipper=0)),
+    ("bucket_bytes", lambda: Schedule(bucket_bytes=1.5)),
+    ("3 and 2 buckets", lambda: Buckets(3, Cost(), Cost()) + Buckets(2, Cost(), Cost())),
+    ("more elements in its matrices", lambda: Transformer("x", 10, (Matrices(4, 4),))),
+    ("not among its matrices", lambda: Transformer("x", 100, (Matrices(4, 4),), Matrices(5, 5))),
+    ("parameters must be a whole number", lambda: plain_model(0)),
+    ("heads must be", lambda: Activations(1, 1, 0, 1, 1)),
+    ("at least one method", lambda: plan(bert(), ethernet(), [])),
+    *(
+        ("memory limit", partial(plan, bert(), ethernet(), [Method("ddp-fp32")], memory_limit=limit))
+        for limit in (0.0, -1.0, math.nan, math.inf)
+    ),
+]
+
+
+@pytest.mark.parametrize(("told", "call"), REFUSED, ids=[told for told, _ in REFUSED])
+def test_what_makes_no_sense(told: str, call: Callable[[], object]) -> None:
+    refused((PlanError, ValueError), told, call)
