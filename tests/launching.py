@@ -108,13 +108,13 @@ class Jobs:
     def mpirun(self, size: int, *program: str, **extra: str) -> Done:
         return run([find_mpirun(), "--map-by", ":OVERSUBSCRIBE", "-n", str(size), self.python, *program], **extra)
 
-    def orphans(self, size: int, *program: str, victim: int) -> list[Done]:
+    def orphans(self, size: int, *program: str, victim: int, **extra: str) -> list[Done]:
         """Ranks as torchrun starts them, but with nobody who looks after them; the results of all but the victim."""
         job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         processes = [
             subprocess.Popen(
                 [self.python, *program],
-                env=environment(RANK=str(rank), **job),
+                env=environment(RANK=str(rank), **job, **extra),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

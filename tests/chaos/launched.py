@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
+import re
 import signal
 import subprocess
 import sys
-import tempfile
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
+import pytest
 import torch
 
 from tests.chaos.harness import Outcome, over_seeds
 from tests.chaos.kills import digest_of
 from tests.engine.tiny import loss_of, make_engine, settings
-from tests.launching import REPOSITORY, environment, free_port
+from tests.launching import Jobs, find_mpirun
 from thinwire import comm as communication
 from thinwire.comm import Communicator, launch
 from thinwire.engine import Engine
@@ -33,8 +32,6 @@ STEPS = 12
 FREEZE = 4
 TIMEOUT = 6.0
 """Seconds of each collective, after which ranks that wait for one that does not come give up."""
-LONGEST_SECONDS = 240.0
-"""After which a trial hangs: it takes 10 to 30 on a machine that does nothing else."""
 
 _ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 3e-3, "freeze_step": FREEZE, "block_size": 64}}
 _ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
@@ -72,12 +69,11 @@ class Trial:
 
 def backends() -> tuple[str, ...]:
     """Those that this machine has."""
-    return ("gloo", "mpi") if _mpirun() is not None else ("gloo",)
-
-
-def _mpirun() -> str | None:
-    beside_python = Path(sys.executable).with_name("mpirun")
-    return str(beside_python) if beside_python.exists() else shutil.which("mpirun")
+    try:
+        find_mpirun()
+    except pytest.skip.Exception:
+        return ("gloo",)
+    return "gloo", "mpi"
 
 
 # What one rank does
@@ -136,22 +132,25 @@ def _tell(line: str) -> None:
 
 def faults(trial: Trial, python: str = sys.executable) -> list[str]:
     """What is wrong with how the ranks of a trial ended."""
-    with tempfile.TemporaryFile("w+") as output:
-        jobs = _start(trial, output, python)
-        hung = _wait(trial, jobs)
-        output.seek(0)
-        lines = output.read().splitlines()
-    if hung:
-        return [f"{hung} of the processes hang; {lines[-3:]}"]
-    ended = {line.split()[2] for line in lines if line.startswith("ended")}
-    errors = [line for line in lines if line.startswith("error")]
-    finished = sum(line.startswith("ended") for line in lines)
+    jobs, program = Jobs(python), ("-m", "tests.chaos.launched", "rank", *trial.arguments)
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    try:
+        if trial.backend == "mpi":
+            done = [jobs.mpirun(RANKS, *program, **quiet)]
+        else:
+            done = jobs.orphans(RANKS, *program, victim=trial.odd if trial.fault == "stopped" else -1, **quiet)
+    except subprocess.TimeoutExpired as error:
+        return [f"processes hang: {error}"]
+    lines = "".join(one.stdout for one in done).splitlines()
+    ended = [line.split()[2] for line in lines if re.match(r"ended \d ", line)]
+    errors = [line for line in lines if re.match(r"error \d ", line)]
     if trial.fault == "none":
-        return [] if finished == RANKS and len(ended) == 1 else [f"unharmed, it ends with {ended} and {errors}"]
-    if finished:
-        return [f"{finished} ranks come to their end, with {ended}, others with {errors}"]
-    if any(job.returncode == 0 for job in jobs):
-        return [f"exit codes {[job.returncode for job in jobs]}"]
+        unharmed = len(ended) == RANKS and len(set(ended)) == 1
+        return [] if unharmed else [f"unharmed, it ends with {ended} and {errors}"]
+    if ended:
+        return [f"{len(ended)} ranks come to their end, with {ended}, others with {errors}"]
+    if any(one.returncode == 0 for one in done):
+        return [f"exit codes {[one.returncode for one in done]}"]
     return _faults_of_errors(trial, errors)
 
 
@@ -165,37 +164,6 @@ def _faults_of_errors(trial: Trial, errors: list[str]) -> list[str]:
         return [f"{missing} ranks end without a word; {errors}"]
     wanted = {"another rate": "differ", "another thinwire": "install the same version"}.get(trial.fault, "")
     return [] if all(wanted in error for error in errors) else [f"no word of {wanted!r} in {errors}"]
-
-
-def _start(trial: Trial, output: object, python: str) -> list[subprocess.Popen[bytes]]:
-    program = [python, "-m", "tests.chaos.launched", "rank", *trial.arguments]
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-    common = {"stdout": output, "stderr": subprocess.DEVNULL, "cwd": REPOSITORY}
-    if trial.backend == "mpi":
-        launcher = [str(_mpirun()), "--map-by", ":OVERSUBSCRIBE", "-n", str(RANKS)]
-        return [subprocess.Popen([*launcher, *program], env=environment(**quiet), **common)]  # type: ignore[call-overload]
-    place = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [
-        subprocess.Popen(program, env=environment(RANK=str(rank), **place, **quiet), **common)  # type: ignore[call-overload]
-        for rank in range(RANKS)
-    ]
-
-
-def _wait(trial: Trial, jobs: list[subprocess.Popen[bytes]]) -> int:
-    """How many processes do not end, apart from one that was stopped."""
-    stopped = trial.odd if trial.fault == "stopped" and trial.backend == "gloo" else None
-    hung = 0
-    for rank, job in enumerate(jobs):
-        if rank == stopped:
-            continue
-        try:
-            job.wait(LONGEST_SECONDS)
-        except subprocess.TimeoutExpired:
-            hung += 1
-    for job in jobs:
-        job.kill()
-        job.wait()
-    return hung
 
 
 def one(seed: str) -> list[str]:

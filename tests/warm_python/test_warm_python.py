@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import Jobs
-from tests.warm_python.owner import WarmPython
+from tests.warm_python import WarmPython
 
 pytestmark = pytest.mark.launch
 
