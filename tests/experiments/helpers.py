@@ -71,3 +71,18 @@ def outcome(final_loss: float, bytes_sent: int = 1000, frozen_at: int | None = N
     sent, losses = [bytes_sent * point // 10 for point in points], [final_loss * (2 - point / 10) for point in points]
     curve = Curve([10 * point for point in points], sent, losses)
     return Outcome(seed, 123, final_loss, bytes_sent, bytes_sent // 100, frozen_at, 1.5, curve)
+
+
+def race_run(seconds_a_step: float, losses: list[float]) -> dict[str, Any]:
+    """What the race records of a contender with steps of one kind, validated after every tenth."""
+    steps = [10 * number for number in range(1, len(losses) + 1)]
+    timed = {"stage": "exact", "bytes_sent": 100, "steps": steps[-1], "timed_seconds": [seconds_a_step]}
+    return {
+        "steps": steps,
+        "losses": losses,
+        "seconds": [seconds_a_step * step for step in steps],
+        "bytes_sent": [100 * step for step in steps],
+        "seconds_a_step": {"exact": seconds_a_step},
+        "kinds": [timed],
+        "frozen_at": None,
+    }

@@ -29,6 +29,7 @@ from experiments.ethernet.race.local_step_times import fragment_bytes
 from experiments.ethernet.race.stopwatch import Interface, Stopwatch
 from experiments.tasks.models import build_bert
 from experiments.tasks.sizes import SIZES
+from tests.experiments.helpers import race_run
 from thinwire.optim.diloco.fragments import Timetable
 from thinwire.plan import Calibration
 
@@ -215,24 +216,13 @@ def test_the_recorded_race_is_told_apart_and_put_together_again() -> None:
         assert from_records(run["kinds"]).done == counts_along(run)[-1]
 
 
-def run(seconds_a_step: float, losses: list[float]) -> dict[str, Any]:
-    steps = list(range(10, 10 * len(losses) + 1, 10))
-    return {
-        "steps": steps,
-        "losses": losses,
-        "seconds": [seconds_a_step * step for step in steps],
-        "bytes_sent": [100 * step for step in steps],
-        "seconds_a_step": {"exact": seconds_a_step},
-    }
-
-
 @pytest.fixture
 def runs() -> dict[str, dict[str, Any]]:
     return {
-        BASELINE: run(2.0, [6.0, 5.0, 4.0]),
-        FAIR_BASELINE: run(1.0, [6.0, 5.0, 4.0]),
-        "ddp-powersgd-1": run(0.1, [6.0, 5.9, 5.8]),
-        "onebit-adam": run(0.25, [6.0, 5.0, 4.0]),
+        BASELINE: race_run(2.0, [6.0, 5.0, 4.0]),
+        FAIR_BASELINE: race_run(1.0, [6.0, 5.0, 4.0]),
+        "ddp-powersgd-1": race_run(0.1, [6.0, 5.9, 5.8]),
+        "onebit-adam": race_run(0.25, [6.0, 5.0, 4.0]),
     }
 
 

@@ -14,6 +14,7 @@ from experiments.common import machine
 from experiments.ethernet import __main__ as command
 from experiments.ethernet import losses
 from experiments.ethernet.cluster.clusters import EmulatedCluster
+from tests.experiments.helpers import race_run
 from tests.experiments.test_cluster import needs_cluster
 
 
@@ -46,20 +47,6 @@ ADDING = "--add --loss-rate 20 --contenders diloco-30-int4"
 SETTINGS = ["--races", "losses", "--batch-size", "32", "--steps", "20"]
 
 
-def run(seconds_a_step: float, losses_at: list[float]) -> dict[str, Any]:
-    steps = [10 * number for number in range(1, len(losses_at) + 1)]
-    timed = {"stage": "exact", "bytes_sent": 100, "steps": steps[-1], "timed_seconds": [seconds_a_step]}
-    return {
-        "steps": steps,
-        "losses": losses_at,
-        "seconds": [seconds_a_step * step for step in steps],
-        "bytes_sent": [100 * step for step in steps],
-        "seconds_a_step": {"exact": seconds_a_step},
-        "kinds": [timed],
-        "frozen_at": None,
-    }
-
-
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """The jobs that would be started, on a cluster that is none, beside a recorded race in `tmp_path`."""
@@ -70,8 +57,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
         jobs.append([module, *words])
         names = words[words.index("--contenders") + 1 : words.index("--tokens")]
         if module.endswith("kind_times"):
-            return {"ranks": 4, "kinds": {name: run(0.5, [0.0] * 4)["kinds"] for name in names}}
-        return {"ranks": 4, "runs": {name: run(0.25, [6.0, 5.0, 4.0]) for name in names}}
+            return {"ranks": 4, "kinds": {name: race_run(0.5, [0.0] * 4)["kinds"] for name in names}}
+        return {"ranks": 4, "runs": {name: race_run(0.25, [6.0, 5.0, 4.0]) for name in names}}
 
     monkeypatch.setattr(losses, "job", job)
     monkeypatch.setattr(
@@ -86,7 +73,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
         "megabits": 20,
         "learning_rate": 1e-3,
         "freeze_step": "auto",
-        "runs": {"ddp-fp32": run(2.0, [5.0, 4.0]), "ddp-bf16": run(1.0, [5.0, 4.0])},
+        "runs": {"ddp-fp32": race_run(2.0, [5.0, 4.0]), "ddp-bf16": race_run(1.0, [5.0, 4.0])},
     }
     (tmp_path / "ethernet_losses.json").write_text(json.dumps(content))
     return jobs
@@ -103,7 +90,7 @@ def test_a_race_is_timed_at_another_rate_and_added_to(started: list[list[str]], 
     assert [job[0].rpartition(".")[2] for job in started] == ["kind_times"]
     assert started[0][-2:] == ["--rate", "100"]
     assert content["retimed"]["100"]["seconds_to_the_loss"] == {"ddp-bf16": pytest.approx(0.5 * 19.6)}
-    assert content["runs"]["ddp-bf16"] == run(1.0, [5.0, 4.0])
+    assert content["runs"]["ddp-bf16"] == race_run(1.0, [5.0, 4.0])
 
     content = main(tmp_path, *ADDING.split(), "--added-steps", "30")
     assert started[1][started[1].index("--steps") + 1] == "30"

@@ -65,9 +65,11 @@ def test_the_engine_learns_what_a_loop_by_hand_learns(kind: str) -> None:
     assert engine.curve.losses[-1] < engine.curve.losses[0]
 
 
-def test_adamw_sends_what_a_ring_all_reduce_sends() -> None:
+def test_adamw_sends_what_a_ring_all_reduce_sends_and_is_validated_on_time_and_at_the_end() -> None:
     elements = sum(parameter.numel() for parameter in LineTask().build_model(0).parameters())
-    trainer, reports = threads.run(lambda comm: run(comm, "adamw"), 3)[0]
+    trainer, reports = threads.run(lambda comm: run(comm, "adamw", replace(PLAN, evaluate_every=5)), 3)[0]
+    assert trainer.curve.steps == [5, 10, 12]
+    assert [report.step for report in reports if report.validation_loss is not None] == [5, 10, 12]
     a_step = -(-2 * 2 * 4 * elements // 3)
     assert [report.bytes_sent for report in reports] == [a_step] * PLAN.steps
     assert trainer.outcome.bytes_sent == PLAN.steps * a_step
@@ -107,13 +109,6 @@ def test_diloco_is_validated_at_its_outer_weights_and_sends_at_outer_steps_only(
     assert torch.equal(first[-2], first[-1])
 
 
-def test_validation_happens_on_time_and_at_the_end() -> None:
-    plan = replace(PLAN, evaluate_every=5)
-    trainer, reports = threads.run(lambda comm: run(comm, "adamw", plan), 1)[0]
-    assert trainer.curve.steps == [5, 10, 12]
-    assert [report.step for report in reports if report.validation_loss is not None] == [5, 10, 12]
-
-
 def test_the_engine_follows_the_plans_rates() -> None:
     def rates(comm: Communicator) -> list[float]:
         task = LineTask()
@@ -128,13 +123,10 @@ def test_the_engine_follows_the_plans_rates() -> None:
     assert threads.run(rates, 1)[0] == pytest.approx([PLAN.rate_at(step) for step in range(PLAN.steps)])
 
 
-def groups() -> list[dict[str, object]]:
-    return [{"params": [nn.Parameter(torch.ones(65, 3))], "weight_decay": 0.25}]
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_is_built_as_the_plan_says(name: str) -> None:
-    optimizer = build(name, groups(), PLAN, threads.single(60.0))
+    groups = [{"params": [nn.Parameter(torch.ones(65, 3))], "weight_decay": 0.25}]
+    optimizer = build(name, groups, PLAN, threads.single(60.0))
     assert optimizer.param_groups[0]["lr"] == PLAN.learning_rate
     assert optimizer.param_groups[0]["weight_decay"] == 0.25
     assert optimizer.bytes_sent == 0
