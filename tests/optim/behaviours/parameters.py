@@ -119,6 +119,9 @@ def an_exp_avg_mask_holds_coordinates_or_is_refused(comm: Communicator, subject:
         at_freeze = weight.detach().clone()
         step_times(weight, optimizer, range(FREEZE, FREEZE + 6))
         assert (weight != at_freeze).all(dim=0).tolist() == [True] * 20 + [False] * 12
+        # What compression lost there is forgotten, as it would blur its block's scale.
+        (residual,) = (one for key, one in optimizer.rank_tensors().items() if key.startswith("worker_residual"))
+        assert residual.view(4, 32).any(dim=0).tolist() == [True] * 20 + [False] * 12
         ends.append(weight.detach().clone())
     assert all(torch.equal(end, ends[0]) for end in ends)
 
