@@ -7,6 +7,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+from tests.test_doors import run
+
 REPOSITORY = Path(__file__).parents[1]
 
 OPTIMIZERS = """
@@ -40,12 +42,6 @@ with warnings.catch_warnings(record=True) as caught:
         optimizer.step()
 print(optimizer.frozen, [str(one.message) for one in caught if "numba" in str(one.message)])
 """
-
-
-def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=REPOSITORY)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_an_optimizer_needs_only_torch_and_numpy() -> None:
