@@ -336,7 +336,7 @@ def test_a_probe_that_could_not_be_kept_does_not_start(capsys, tmp_path: Path) -
 @pytest.mark.launch
 def test_probe_under_torchrun_makes_what_plan_reads(jobs, capsys, tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
-    done = jobs.torchrun(2, "-m", "thinwire", "probe", str(path), "--seconds", "1")
+    done = jobs.torchrun(2, "-m", "thinwire", "probe", str(path), "--seconds", "0.2")
     assert done.returncode == 0, done.stderr
     assert "inside nodes, all_reduce: " in done.stdout
     found = load_calibration(path)
