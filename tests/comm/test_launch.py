@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -175,16 +174,15 @@ def test_nothing_of_a_process_group_outlives_python():
     assert during > at_exit == 1
 
 
-def test_one_host():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert threads.run(lambda comm: count_hosts(comm, thinwire="1", torch="2"), 3) == [1, 1, 1]
-
-
 @on_threads(3)
 def test_another_thinwire_is_an_error_on_every_rank(comm: Communicator):
     with pytest.raises(RuntimeError, match=r"rank 2 on .* runs thinwire 1\.1, rank 0 on .* 1\.0: install"):
         count_hosts(comm, thinwire="1.1" if comm.rank == 2 else "1.0", torch="2")
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_host():
+    assert threads.run(lambda comm: count_hosts(comm, thinwire="1", torch="2"), 3) == [1, 1, 1]
 
 
 def test_another_torch_is_a_warning():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -74,13 +73,9 @@ class Job:
             gone = {id(parameter) for parameter in dropped}
             self.masks += bytes(id(layer.up.weight) in gone for layer in self.inner.layers)
 
-    def state(self) -> dict[str, Any]:
-        parts = (self.inner, self.optimizer, self.drop)
-        return copy.deepcopy({number: part.state_dict() for number, part in enumerate(parts)})
-
-    def resume(self, state: dict[str, Any]) -> None:
-        for number, part in enumerate((self.inner, self.optimizer, self.drop)):
-            part.load_state_dict(state[number])
+    def resume(self, other: Job) -> None:
+        for mine, theirs in ((self.inner, other.inner), (self.optimizer, other.optimizer), (self.drop, other.drop)):
+            mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
 
     @property
     def weights(self) -> bytes:
@@ -92,7 +87,7 @@ def check_attached_onebit(world: Communicator, steps: int) -> None:
     whole, second = Job(world), Job(world)
     stop = steps * 46 // 100
     whole.train(range(stop))
-    second.resume(whole.state())
+    second.resume(whole)
     before = whole.masks
     whole.train(range(stop, steps))
     second.train(range(stop, steps))
