@@ -29,68 +29,55 @@ class Keep(Enum):
     OWNER = auto()  # where state is sharded, the owner of the shard; else every rank too
 
 
+@dataclass(eq=False)
 class Agreement:
     """Sums over whole parameters, and the greatest of their elements, the same bits on every rank.
 
     Norms are sums, which another CPU or number of threads adds up in another order: weights that must be the same bits
-    on every rank cannot depend on each rank's own. Where every rank works on whole parameters, rank 0's numbers count.
-
-    `settings`: of every parameter that takes part in the step, on any rank, by number.
-
-    Args:
-        parameters: the optimizer's, and `count`, how many there are sums for, the first ones.
-        taking_part: the numbers of those that take part.
-        shards: whether each rank works on cuts, of whose sums the sum counts.
+    on every rank cannot depend on each rank's own. Where every rank works on whole parameters, rank 0's numbers count;
+    with `shards` each works on cuts, of whose sums the sum counts. There are sums for the first `count` of
+    `parameters`; `taking_part`: the numbers of those that take part in the step, on any rank.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        parameters: Parameters,
-        count: int,
-        taking_part: Callable[[], list[int]],
-        *,
-        shards: bool,
-    ) -> None:
-        self._comm = comm
-        self._parameters = parameters
-        self._count = count
-        self._taking_part = taking_part
-        self._shards = shards
+    comm: Communicator
+    parameters: Parameters
+    count: int
+    taking_part: Callable[[], list[int]]
+    shards: bool
 
     @cached_property
     def settings(self) -> Mapping[int, AdamSettings]:
-        """Read the hyperparameters of what takes part."""
-        parameters = self._parameters
+        """Read the hyperparameters of what takes part, by number."""
+        parameters = self.parameters
         of_group = [parameters.settings(group) for group in range(len(parameters.groups))]
-        return {number: of_group[parameters.group_of[number]] for number in self._taking_part()}
+        return {number: of_group[parameters.group_of[number]] for number in self.taking_part()}
 
     @property
     def numels(self) -> list[int]:
         """Elements of every parameter, whole, by number."""
-        return [parameter.numel() for parameter in self._parameters.parameters[: self._count]]
+        return [parameter.numel() for parameter in self.parameters.parameters[: self.count]]
 
     def zeros(self, kinds: int) -> Tensor:
         """Numbers to fill in: fp64 [parameters, kinds]."""
-        return torch.zeros(self._count, kinds, dtype=torch.float64, device=self._parameters.parameters[0].device)
+        return torch.zeros(self.count, kinds, dtype=torch.float64, device=self.parameters.parameters[0].device)
 
     def __call__(self, sums: Tensor, greatest: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Agree on `sums`, fp64 [parameters, kinds], and on `greatest`, fp64 [parameters], of what this rank works on.
 
         The results are on the CPU. Collective.
         """
-        if not self._shards:
+        if not self.shards:
             last = torch.zeros_like(sums[:, :1]) if greatest is None else greatest[:, None]
             together = torch.cat([sums, last], dim=1)
-            self._comm.broadcast(together)
+            self.comm.broadcast(together)
             (together,) = read_together([together])
             return together[:, :-1], together[:, -1]
-        adding = self._comm.all_reduce(sums, async_op=True)
+        adding = self.comm.all_reduce(sums, async_op=True)
         if greatest is None:
             greatest = sums.new_zeros(())
         else:
             greatest = greatest.contiguous()
-            self._comm.all_reduce(greatest, "max")
+            self.comm.all_reduce(greatest, "max")
         adding.wait()
         sums, greatest = read_together([sums, greatest])
         return sums, greatest

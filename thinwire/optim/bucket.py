@@ -41,21 +41,12 @@ class Bucket:
     `held_coordinates` of [padded_numel], which do not move; None if there are none. `sent`: what this step's payload
     went through; None before, and if nothing was sent. `stayed`: whether nothing was, since every parameter was left
     out. `rewritten`: whether averages that have arrived were written into. `segments`: where the parameters lie, for
-    kernels over the whole bucket.
-
-    Args:
-        state: zeros by name, at first.
-        shards_state: whether state that the algorithm has its owner keep is of this rank's shard only.
+    kernels over the whole bucket. `shards_state`: whether state that the algorithm has its owner keep is of this rank's
+    shard only.
     """
 
     def __init__(
-        self,
-        index: int,
-        layout: BucketLayout,
-        shared: Shared,
-        *,
-        state: dict[str, Tensor],
-        shards_state: bool = False,
+        self, index: int, layout: BucketLayout, shared: Shared, *, state: dict[str, Tensor], shards_state: bool = False
     ) -> None:
         self.index = index
         self.layout = layout
@@ -307,8 +298,6 @@ class Bucket:
     def kept_of_own(self) -> Tensor:
         """What clipping leaves as it is of the owner's average of `payload_of_zeros` and gradients, fp32 [shard]."""
         return self.payload_of_zeros()[self.exchange.owner_place]
-
-    # Parts
 
     def _encoder(self) -> EncodePart | None:
         """What makes this step's packets of the gradients that are held, part by part; None, with all of the payload

@@ -149,11 +149,7 @@ class Lion(_ExactOptimizer):
     """
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
+        self, params: ParamsT, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
     ) -> None:
         check_not_negative(lr=lr, weight_decay=weight_decay)
         check_betas(betas)
@@ -223,19 +219,10 @@ class Muon(_ExactOptimizer):
         check_betas(betas)
         if not 1 <= ns_steps < 100:
             raise ValueError(f"ns_steps must be from 1 to 99, got {ns_steps}")
-        defaults = {
-            "lr": rates[1],
-            "use_muon": False,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "betas": betas,
-            "eps": eps,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-        }
+        defaults: dict[str, Any] = {"lr": rates[1], "use_muon": False, "momentum": momentum, "betas": betas, "eps": eps}
+        defaults |= {"weight_decay": weight_decay, "nesterov": nesterov, "ns_steps": ns_steps}
         groups = self.arrange(params, lr=lr, muon_lr=muon_lr, adam_lr=adam_lr)
-        super().__init__(groups, defaults)
+        super().__init__(groups, {**defaults, "adjust_lr_fn": adjust_lr_fn})
 
     @staticmethod
     def arrange(params: ParamsT, **options: Any) -> list[dict[str, Any]]:

@@ -155,7 +155,7 @@ class FreezeGroup:
             # In the order of the members, which numbers over all of them are added up in.
             return sorted(numbers) if self.storage.shards else sorted(numbers, key=parameters.group_of.__getitem__)
 
-        return Agreement(self._comm, parameters, self._count, taking_part, shards=self.storage.shards)
+        return Agreement(self._comm, parameters, self._count, taking_part, self.storage.shards)
 
     # Between steps
 
@@ -339,10 +339,10 @@ def check_same_freeze(comm: Communicator, reached: bool, learning_rates: Sequenc
             )
 
 
-def clip_local_step(step: Step, max_norm: float, buckets: Sequence[Bucket]) -> None:
-    """Shrink what this rank's gradient adds to a LOCAL step of `buckets` to a norm of `max_norm`."""
+def clip_local_step(step: Step, buckets: Sequence[Bucket]) -> None:
+    """Shrink what this rank's gradient adds to a LOCAL step of `buckets` to the step's `max_norm`."""
     assert step.sketch is not None
-    clip = clip_of_norm(max_norm, step.sketch.own_norm() / step.loss_scale)
+    clip = clip_of_norm(step.max_norm, step.sketch.own_norm() / step.loss_scale)
     for bucket in buckets if may_clip(clip) else ():
         payload = bucket.exchange.payload
         torch.lerp(bucket.payload_of_zeros(), payload, clip, out=payload)

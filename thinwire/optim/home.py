@@ -244,11 +244,7 @@ def check_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
 
 
 def _load_group(
-    group: FreezeGroup,
-    names: Sequence[str],
-    saved: Mapping[str, Any],
-    source: SliceSource,
-    ranks: Sequence[int] | None,
+    group: FreezeGroup, names: Sequence[str], saved: Mapping[str, Any], source: SliceSource, ranks: Sequence[int] | None
 ) -> None:
     """Take over a freeze group whose buckets are laid out already; KeyError where state was not saved.
 

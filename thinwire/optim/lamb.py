@@ -263,8 +263,6 @@ class Lamb(Adam):
             number_of[name]: value for name, value in saved["coefficients"].items() if name in number_of
         }
 
-    # Parts
-
     def _renew_moments(self, members: Members) -> None:
         """Take the new momenta, in the averages, over, and into the fresh variance the gradients that led to them."""
         momenta, settings = members["exp_avg"], members.settings

@@ -108,13 +108,7 @@ class CompressedOptimizer(SynchronizedOptimizer):
 
     _home: AlgorithmHome
 
-    def __init__(
-        self,
-        params: ParamsT,
-        defaults: dict[str, Any],
-        recipe: Recipe,
-        options: HomeKeywords,
-    ) -> None:
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], recipe: Recipe, options: HomeKeywords) -> None:
         name = type(self).__name__
         error: Exception | None = None
         if unknown := sorted(options.keys() - {one.name for one in fields(HomeOptions)}):

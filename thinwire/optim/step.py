@@ -177,14 +177,15 @@ class Step:
     `sent_scale`, what they were taken to be times when payloads left. `sketch`: where gradients are counted whose
     averaged norm is wanted before leg 2. `sketched`: that norm, before the host has it. `clip`: what they are
     multiplied by because of it, until then perhaps fp32 [] on an accelerator. `norm`: of the averaged gradient, times
-    the loss scale; NaN if it was not found. `unplaced`: the parameters that lie in no bucket yet.
-    `divide_first`: what gradients that are averaged exactly are divided by before they leave. `settings_sent`: by
-    parameter group, those that payloads depend on. `frees_gradients`: let each gradient go once it is in the payload,
-    so that it cannot be sent again.
+    the loss scale; NaN if it was not found. `unplaced`: the parameters that lie in no bucket yet. `divide_first`: what
+    gradients that are averaged exactly are divided by before they leave. `max_norm`: what the averaged gradient's norm
+    is clipped to, 0 for none. `settings_sent`: by parameter group, those that payloads depend on. `frees_gradients`:
+    let each gradient go once it is in the payload, so that it cannot be sent again.
     """
 
     groups: Sequence[Mapping[str, Any]]
     divide_first: float = 1.0
+    max_norm: float = 0.0
     unplaced: list[int] = field(default_factory=list)
     number: int = 0
     loss_scale: float = 1.0
@@ -217,8 +218,8 @@ class Step:
             self._digest = settings_digest(self.groups, self.number)
         return self._digest
 
-    def clip_by_sketch(self, max_norm: float) -> None:
+    def clip_by_sketch(self) -> None:
         """Between the legs: clip by the averaged gradient's norm. Collective; on an accelerator nothing waits."""
         assert self.sketch is not None
         self.sketched = self.sketch.norm()
-        self.clip = clip_of_norm(max_norm, self.sketched / self.sent_scale)
+        self.clip = clip_of_norm(self.max_norm, self.sketched / self.sent_scale)

@@ -104,9 +104,7 @@ class LocalCheckpoint:
         ranks = ranks_to_resume(source, self.comm, self.nodes, "a job", compresses=len(self.outer_steps) > 0)
         goes_on = saved["shape"] == list(self.shape)
         updates = self._read_updates(source, saved["arriving"])
-        for fragment, outer_step, number in zip(
-            self.fragments, self.outer_steps, range(len(self.fragments)), strict=True
-        ):
+        for number, (fragment, outer_step) in enumerate(zip(self.fragments, self.outer_steps, strict=True)):
             outer = torch.cat([self._read_weight(source, piece) for piece in fragment.pieces])
             replica = outer if ranks is None else self._mean(source, _REPLICA, ranks, fragment)
             self._load_outer_step(source, fragment, outer_step, ranks)
@@ -127,12 +125,6 @@ class LocalCheckpoint:
         for number, fragment in enumerate(self.fragments):
             outer = torch.cat([self._read_weight(source, piece) for piece in fragment.pieces])
             self.weights.set(number, outer, outer)
-
-    def read_momentum(self, source: SliceSource, fragment: Fragment) -> Tensor | None:
-        """The saved outer momentum of a whole fragment; None where it was not saved of all of it."""
-        return self._read_flat(source, _MOMENTUM, fragment)
-
-    # Parts
 
     def _read_updates(self, source: SliceSource, arriving: Sequence[Sequence[Any]]) -> dict[int, Tensor]:
         """What was in flight, by the parameter's number, zeros in what was not; `arriving`: (name, start, elements)."""
@@ -157,7 +149,7 @@ class LocalCheckpoint:
         outer_step.reset()
         own = outer_step.own
         for kind, one in ((_MOMENTUM, outer_step.momentum), (_OWNER_RESIDUAL, outer_step.owner_residual)):
-            values = None if one is None else self._read_flat(source, kind, fragment)
+            values = None if one is None else self.read_flat(source, kind, fragment)
             if one is not None and values is not None:
                 part = values[own.start : own.stop]
                 one[: part.numel()].copy_(part)
@@ -194,7 +186,7 @@ class LocalCheckpoint:
         values = read_weight(source, torch.float32, self.names[piece.parameter], piece.start, piece.numel)
         return values.to(device, torch.float32)
 
-    def _read_flat(self, source: SliceSource, kind: str, fragment: Fragment) -> Tensor | None:
+    def read_flat(self, source: SliceSource, kind: str, fragment: Fragment) -> Tensor | None:
         """A kind of value of a whole fragment; None where it was not saved of some of it."""
         try:
             values = [source.read(kind, self.names[one.parameter], one.start, one.numel) for one in fragment.pieces]
@@ -204,8 +196,8 @@ class LocalCheckpoint:
 
     def _mean(self, source: SliceSource, kind: str, ranks: Sequence[int], fragment: Fragment) -> Tensor:
         """The mean over `ranks` of their own values of a fragment."""
-        means = {one.parameter: self.names[one.parameter] for one in fragment.pieces}
-        read = {number: mean_over_ranks(source, f"{kind}.{name}", ranks) for number, name in means.items()}
+        names = {one.parameter: self.names[one.parameter] for one in fragment.pieces}
+        read = {number: mean_over_ranks(source, f"{kind}.{name}", ranks) for number, name in names.items()}
         flat = [read[one.parameter][one.start : one.start + one.numel] for one in fragment.pieces]
         return torch.cat(flat).to(self.worker.parameters[0].device)
 
@@ -258,10 +250,6 @@ class SavedPlace:
     claimed: int
     taken: int
 
-    def name(self, step: int) -> str:
-        """What tells the saved run apart from others."""
-        return f"{self.workers} workers after step {step} and {self.taken} outer steps"
-
 
 def saved_states(
     fragments: Sequence[Fragment], states: Sequence[OuterState], momentum: KeptMomentum, *, leads: bool
@@ -311,10 +299,12 @@ def load_worker(source: SliceSource, take_up: MakeCheckpoint, momentum: KeptMome
     ]
     steps, _, under_way = take_up(states).load(source)
     for number, fragment in enumerate(form.fragments if leads else ()):
-        values = form.read_momentum(source, fragment)
+        values = form.read_flat(source, _MOMENTUM, fragment)
         if values is not None:
             momentum.of(number).copy_(values)
-    run = f"step {steps}" if place is None else place.name(steps)
+    run = f"step {steps}"
+    if place is not None:
+        run = f"{place.workers} workers after {run} and {place.taken} outer steps"
     return Loaded(states, steps, under_way, place, run)
 
 

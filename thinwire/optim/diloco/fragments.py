@@ -4,7 +4,7 @@ sizes with what lies in no layer; and the timetable by which they leave and come
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _LAYERS_TO_A_FRAGMENT = 3
@@ -68,32 +68,29 @@ def cut_fragments(names: Sequence[str], numels: Mapping[int, int], count: int) -
             f"fragments={count} for {len(layers)} layers, as the names of the parameters show: a fragment is one layer "
             "at least. Pass fewer, fragments='auto', or named_parameters=model.named_parameters()"
         )
-    members: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
+    pieces: list[list[Piece]] = [[] for _ in range(count)]
+    sizes = [0] * count
+
+    def put(fragment: int, number: int, start: int, numel: int) -> None:
+        pieces[fragment].append(Piece(number, start, numel, sizes[fragment]))
+        sizes[fragment] += numel
+
     for place, layer in enumerate(layers):
-        members[place % count] += [(number, 0, numels[number]) for number in layer]
+        for number in layer:
+            put(place % count, number, 0, numels[number])
     in_layers = {number for layer in layers for number in layer}
-    _fill(members, [(number, numel) for number, numel in numels.items() if number not in in_layers])
-    return [Fragment(tuple(_laid_out(one))) for one in members]
-
-
-def _fill(members: list[list[tuple[int, int, int]]], rest: Sequence[tuple[int, int]]) -> None:
-    """Give `rest`, (number, elements), to `members`, so that all become as large as the largest or the mean."""
-    sizes = [sum(numel for _, _, numel in one) for one in members]
-    level = _level(sizes, sum(numel for _, numel in rest))
-    fragment = 0
-    for number, numel in rest:
+    rest = {number: numel for number, numel in numels.items() if number not in in_layers}
+    level, fragment = _level(sizes, sum(rest.values())), 0
+    for number, numel in rest.items():
         start = 0
         while start < numel:
-            if fragment == len(members) - 1:
-                taken = numel - start
-            else:
-                taken = min(numel - start, max(0, level - sizes[fragment]))
-            if taken:
-                members[fragment].append((number, start, taken))
-                sizes[fragment] += taken
+            room = max(0, level - sizes[fragment]) if fragment < count - 1 else numel
+            if taken := min(numel - start, room):
+                put(fragment, number, start, taken)
                 start += taken
             if start < numel:
                 fragment += 1
+    return [Fragment(tuple(one)) for one in pieces]
 
 
 def _level(sizes: Sequence[int], more: int) -> int:
@@ -106,13 +103,6 @@ def _level(sizes: Sequence[int], more: int) -> int:
         if count == len(ordered) or level <= ordered[count]:
             return level
     raise AssertionError("there is at least one fragment")
-
-
-def _laid_out(members: Sequence[tuple[int, int, int]]) -> Iterator[Piece]:
-    offset = 0
-    for number, start, numel in members:
-        yield Piece(number, start, numel, offset)
-        offset += numel
 
 
 @dataclass(frozen=True)

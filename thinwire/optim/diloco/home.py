@@ -207,8 +207,6 @@ class LocalHome(Home):
         if self._links is not None:
             self._links.close()
 
-    # Parts
-
     def _checkpoint(self, states: Sequence[OuterState]) -> LocalCheckpoint:
         """What is saved, and where it is taken up: `states` of the fragments' outer steps, and all else here."""
         nodes = None if self._links is None else list(self._links.groups.node_of)

@@ -34,12 +34,7 @@ from thinwire.optim.diloco.outer import OuterSettings, make_outer_step
 from thinwire.optim.diloco.worker import NodeWorker, Worker
 from thinwire.optim.options import Backend, Nodes, check_count
 from thinwire.zero import ShardedOptimizer
-from thinwire.zero.rank_checks import (
-    broadcast_from_rank_0,
-    check_parameters,
-    check_same_kind,
-    check_same_on_every_rank,
-)
+from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_kind, check_same_on_every_rank
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 
@@ -125,8 +120,7 @@ class DiLoCo(SynchronizedOptimizer):
         if elastic is not None:
             comm, nodes = own_communicator(elastic, comm, comm_backend_name, nodes, stage), "flat"
         self.comm = comm or communication.init(backend=comm_backend_name)
-        self.stage, self.comes_and_goes = stage, elastic is not None
-        self.max_norm = 0.0 if max_norm is None else max_norm
+        self.stage, self.comes_and_goes, self.max_norm = stage, elastic is not None, max_norm or 0.0
         if overlap is None and isinstance(every, int):
             overlap = max(0, min(1, every - 1))
         mix = (0.5 if overlap else 0.0) if mix is None else mix
@@ -147,7 +141,8 @@ class DiLoCo(SynchronizedOptimizer):
         check_same_on_every_rank(self.comm, tensors_in(given), [], settings)
         broadcast_from_rank_0(self.comm, tensors_in(given))
         links = _find_nodes(self.comm, nodes)
-        node = _node_of_this_rank(self.comm, links, elastic)
+        node = None if links is None else links.inside  # of ranks that share a worker with this one
+        node = self.comm.duplicate() if elastic is not None and self.comm.size > 1 else node
         worker = self._make_worker(given, inner_class, node, named_parameters, param_dtype, options, inside or {})
         self._become(worker)
         names = names_of(worker.optimizer.param_groups, worker.parameters, named_parameters)
@@ -201,8 +196,6 @@ class DiLoCo(SynchronizedOptimizer):
         """Take in what is in flight, and an outer step of every fragment, so that all ranks hold the outer weights: at
         the end of training, or before anybody changes weights. Collective; the same as `synchronize_weights`."""
         self.synchronize_weights()
-
-    # Parts
 
     def _make_worker(
         self,
@@ -291,13 +284,6 @@ def _find_nodes(comm: Communicator, nodes: Nodes) -> NodeLinks | None:
     groups = agree_on_nodes(comm, None if isinstance(nodes, str) else nodes)
     chosen = groups.hierarchical if isinstance(nodes, str) else len(groups.members) < comm.size
     return NodeLinks(comm, groups) if chosen else None
-
-
-def _node_of_this_rank(comm: Communicator, links: NodeLinks | None, elastic: Elastic | None) -> Communicator | None:
-    """The ranks that share a worker with this one; None where it is a worker alone. Collective."""
-    if links is not None:
-        return links.inside
-    return comm.duplicate() if elastic is not None and comm.size > 1 else None
 
 
 class ElasticSampler(Sampler[int]):

@@ -33,12 +33,11 @@ class OuterWeights:
 
     def outer(self, fragment: int) -> Tensor:
         """The outer weights of a fragment, to be read."""
-        kept = self._kept[fragment]
-        return _joined([pair.outer for pair in self.pairs(fragment)], kept) if self.shown else kept
+        return torch.cat([pair.outer for pair in self.pairs(fragment)]) if self.shown else self._kept[fragment]
 
     def replica(self, fragment: int) -> Tensor:
         """The worker's own, to be read."""
-        return _joined([pair.own for pair in self.pairs(fragment)], self._kept[fragment])
+        return torch.cat([pair.own for pair in self.pairs(fragment)])
 
     def pairs(self, fragment: int) -> list[WeightPair]:
         """Both, piece by piece, which lie end to end; to be read."""
@@ -133,11 +132,6 @@ class OuterWeights:
             most = _IN_CACHE if cut else max(1, piece.numel)
             for first in range(0, piece.numel, most):
                 yield piece, first, min(first + most, piece.numel)
-
-
-def _joined(pieces: Sequence[Tensor], empty: Tensor) -> Tensor:
-    """End to end; `empty` where there are none."""
-    return torch.cat(list(pieces)) if pieces else empty
 
 
 class KeptMomentum:

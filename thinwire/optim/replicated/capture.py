@@ -167,27 +167,20 @@ class _Turn:
             yield
 
 
+@dataclass(eq=False)
 class StepCapture:
     """Captures and replays the steps of a ReplicatedHome, which gives it its parts.
 
     `comm`: what exchanges go over.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        table: ParameterTable,
-        layout: FreezeGroups,
-        synchronizer: Synchronizer,
-        graphs: CudaGraphs,
-    ) -> None:
-        self._comm = comm
-        self._table = table
-        self._layout = layout
-        self._synchronizer = synchronizer
-        self._graphs = graphs
-        self._turns: dict[tuple[int, ...], _Turn] = {}
-        self._turn: _Turn | None = None
+    _comm: Communicator
+    _table: ParameterTable
+    _layout: FreezeGroups
+    _synchronizer: Synchronizer
+    _graphs: CudaGraphs
+    _turns: dict[tuple[int, ...], _Turn] = field(default_factory=dict)
+    _turn: _Turn | None = None
 
     @property
     def possible(self) -> bool:
@@ -243,8 +236,6 @@ class StepCapture:
                 torch.autograd.graph.increment_version([one for one in weights + replicas if one is not None])
                 storage.accept_moved(bucket)
             group.prepare()
-
-    # Parts
 
     def _capture(self, work: Callable[[], Any]) -> _Turn:
         turn = self._new_turn()

@@ -37,16 +37,11 @@ class ReplicatedHome(AlgorithmHome):
     elastic = True
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        comm: Communicator,
-        options: HomeOptions,
-        recipe: Recipe,
+        self, optimizer: torch.optim.Optimizer, comm: Communicator, options: HomeOptions, recipe: Recipe
     ) -> None:
         """`optimizer` holds the groups."""
         self.comm = comm
         self._options = options
-        self._clips = bool(options.clips_to)
         self._recipe = recipe
         self._optimizer_name = type(optimizer).__name__
         self._table = ParameterTable(optimizer, recipe.hyperparameters, options.named_parameters, options.param_dtype)
@@ -61,7 +56,7 @@ class ReplicatedHome(AlgorithmHome):
         self.in_flight = self._layout.step
         self.mover: Callable[[Callable[[], None]], None] = operator.call
         self._comparisons = ComparisonTimes(options.resync_interval)
-        self._synchronizer = Synchronizer(self, self._table, self._layout, options.clips_to)
+        self._synchronizer = Synchronizer(self, self._table, self._layout)
         self.watcher = self._synchronizer.watcher
         self.add_parameters()
 
@@ -97,7 +92,7 @@ class ReplicatedHome(AlgorithmHome):
         """What captures and replays frozen steps; while it does, its `move` is `mover`. Raises TypeError for steps that
         no graph can hold, ValueError for such a communicator."""
         by_node = self._links is not None
-        check_can_be_captured(self._optimizer_name, self._recipe.algorithm(), by_node, self._clips)
+        check_can_be_captured(self._optimizer_name, self._recipe.algorithm(), by_node, bool(self.in_flight.max_norm))
         graphs.check(self._exchange_comm)
         return StepCapture(self._exchange_comm, self._table, self._layout, self._synchronizer, graphs)
 
@@ -111,7 +106,7 @@ class ReplicatedHome(AlgorithmHome):
         for group in self.groups:
             for bucket in group.buckets if group.send is Send.EXACT else ():
                 bucket.receive()
-        if self._clips:
+        if self.in_flight.max_norm:
             self._synchronizer.find_clip(backward.absent)
         step = self.in_flight
 

@@ -48,7 +48,7 @@ class FreezeGroups:
         self.storages: list[WholeStorage] = []
         self.buckets: list[Bucket] = []
         self.uncompressed_bytes = 0
-        self.step = Step(table.groups, options.averaging.divide_first)
+        self.step = Step(table.groups, options.averaging.divide_first, options.clips_to)
         self.comm = wire.comm
         self._table = table
         self._wire = wire
@@ -132,12 +132,9 @@ class Synchronizer:
 
     Buckets hold parameters in the order in which rank 0 saw their gradients arrive: early buckets are then whole early,
     whatever order the parameter groups list them in. The first backward is therefore exchanged as a whole, at its end.
-
-    Args:
-        max_norm: what the averaged gradient's norm is clipped to; 0 does not clip.
     """
 
-    def __init__(self, home: AlgorithmHome, table: ParameterTable, layout: FreezeGroups, max_norm: float) -> None:
+    def __init__(self, home: AlgorithmHome, table: ParameterTable, layout: FreezeGroups) -> None:
         self.outcome: SynchronizedBackward | None = None  # of the step in flight, once it is known
         self.capturing = False  # into a graph: nothing can be read at the end of a backward
         self.watcher = BackwardWatcher(table.describe, self._on_whole)
@@ -146,7 +143,6 @@ class Synchronizer:
         self._table = table
         self._layout = layout
         self._step = layout.step
-        self._max_norm = max_norm
         self._sketch: NormSketch | None = None
         self._watched: tuple[list[Bucket], Callable[[], None] | None] = ([], None)
 
@@ -222,14 +218,14 @@ class Synchronizer:
         """Be ready for the next step: where its averaged gradient's norm has to be known before leg 2, hold that."""
         self.watcher.held_back = self._home.scales_apart
         self._step.begin()
-        sends = self._layout.sends() if self._max_norm else set[Send]()
+        sends = self._layout.sends() if self._step.max_norm else set[Send]()
         sketched = bool(sends - {Send.EXACT})
         if sketched and self._sketch is None:
             self._sketch = NormSketch(self._layout.comm, self._table.parameters[0].device)
         if self._sketch is not None:
             self._sketch.begin(self._step.number)
         self._step.sketch = self._sketch if sketched else None
-        between_legs = self._sketch_clip if sketched and Send.LOCAL not in sends else None
+        between_legs = self._step.clip_by_sketch if sketched and Send.LOCAL not in sends else None
         if (buckets := self._layout.buckets, between_legs) != self._watched:
             self._watched = (buckets, between_legs)
             self.watcher.use(buckets, keeps_gradients=True, between_legs=between_legs)
@@ -244,11 +240,9 @@ class Synchronizer:
             self._layout.comm.broadcast(square)
             step.norm = math.sqrt(float(square))
             norm = step.norm / step.loss_scale
-            step.clip = clip_coefficient(self._max_norm, norm) if math.isfinite(norm) else 1.0
+            step.clip = clip_coefficient(step.max_norm, norm) if math.isfinite(norm) else 1.0
         if local:
-            clip_local_step(step, self._max_norm, [bucket for group in local for bucket in group.buckets])
-
-    # Parts
+            clip_local_step(step, [bucket for group in local for bucket in group.buckets])
 
     def _on_whole(self) -> None:
         if not self.capturing and not self.finish().finite:
@@ -279,9 +273,6 @@ class Synchronizer:
         order = agree_on_order(self._comm, trainable, self.watcher.arrived, self._table.describe)
         if order:
             self.watcher.add(self._layout.place(order).buckets)
-
-    def _sketch_clip(self) -> None:
-        self._step.clip_by_sketch(self._max_norm)
 
 
 def _square_of_averages(groups: Sequence[FreezeGroup], absent: frozenset[int]) -> Tensor:

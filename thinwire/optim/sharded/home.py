@@ -42,12 +42,11 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         super().__init__(parameters)
         self._recipe = recipe
         self._options = options
-        self._max_norm = options.clips_to
         dtypes = [torch.float32 if one.dtype == torch.float32 else torch.bfloat16 for one in parameters.buckets]
         self._wire = Wire(parameters.exchange_comm, options, residual_dtypes=dtypes)
         self._watched: tuple[Sequence[BucketTransport], object] = ([], None)
-        self._sketch = NormSketch(parameters.exchange_comm, parameters.device) if self._max_norm else None
-        self.in_flight = Step(parameters.groups, options.averaging.divide_first)
+        self._sketch = NormSketch(parameters.exchange_comm, parameters.device) if options.clips_to else None
+        self.in_flight = Step(parameters.groups, options.averaging.divide_first, options.clips_to)
         options.averaging.prepare(self.parameters)
         self._begin_again()
 
@@ -70,7 +69,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
     def _reversible(self) -> bool:
         """Whether packed state keeps the residuals of before a step."""
         options, dtypes = self._options, {bucket.dtype for bucket in self._parameters.buckets}
-        wanted = bool(self.scaled) or torch.float16 in dtypes or bool(self._max_norm)
+        wanted = bool(self.scaled) or torch.float16 in dtypes or bool(options.clips_to)
         return wanted if options.reversible is None else options.reversible
 
     # One step
@@ -84,7 +83,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
             self._sketch.begin(step.number)
         sketched = self._sketch is not None and group.send is not Send.EXACT
         step.sketch = self._sketch if sketched else None
-        holds = self._clip_by_sketch if sketched and group.send is not Send.LOCAL else None
+        holds = step.clip_by_sketch if sketched and group.send is not Send.LOCAL else None
         transports = self._storage.transports
         if (transports, holds) != self._watched:
             self._watched = (transports, holds)
@@ -109,14 +108,11 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         self._end_step()
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if vote.finite else NOT_FINITE)
 
-    def _clip_by_sketch(self) -> None:
-        self.in_flight.clip_by_sketch(self._max_norm)
-
     def _find_clip(self) -> None:
         """The clip of steps in which averaged gradients are there, or only this rank's own."""
-        (group,), step, max_norm = self.groups, self.in_flight, self._max_norm
+        (group,), step = self.groups, self.in_flight
         if group.send is Send.LOCAL:
-            clip_local_step(step, max_norm, group.buckets)
+            clip_local_step(step, group.buckets)
         elif group.send is Send.EXACT:
             if not self._storage.gradients:
                 square = torch.zeros((), dtype=torch.float64, device=self._parameters.device)
@@ -125,7 +121,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
                     square += torch.linalg.vector_norm(own, dtype=torch.float32).double().square()
                 self._parameters.exchange_comm.all_reduce(square)
                 step.norm = math.sqrt(float(square))
-            step.clip = clip_of_norm(max_norm, torch.tensor(step.norm / step.loss_scale, dtype=torch.float64))
+            step.clip = clip_of_norm(step.max_norm, torch.tensor(step.norm / step.loss_scale, dtype=torch.float64))
 
     @override
     def _find_vote(self) -> Vote:
