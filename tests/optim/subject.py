@@ -82,7 +82,7 @@ SUBJECTS = [Subject(name, stage) for name in registry.NAMES for stage in registr
 def next_send(optimizer: Any) -> Send:
     """What its next step sends."""
     home = optimizer._home
-    algorithm = home.algorithms[0] if home.algorithms else home._recipe.algorithm()
+    algorithm = home.groups[0].algorithm if home.groups else home._recipe.algorithm()
     return next_send_of(algorithm, Clock(optimizer.steps, optimizer.frozen_at))
 
 

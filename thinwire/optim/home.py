@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import Communicator
-from thinwire.optim.algorithm import Algorithm, FreezeRule, LocalSteps
+from thinwire.optim.algorithm import FreezeRule, LocalSteps
 from thinwire.optim.bucket import Bucket, place_of
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.options import HomeOptions, Recipe
@@ -43,11 +43,6 @@ class AlgorithmHome(Home):
     def _make_rule(self) -> FreezeRule | None:
         """Make the rule that ends the warmup of parameters that enter now."""
         return self._recipe.rule(max(group["betas"][1] for group in self.in_flight.groups))
-
-    @property
-    def algorithms(self) -> list[Algorithm]:
-        """One for each freeze group."""
-        return [group.algorithm for group in self.groups]
 
     @property
     @override

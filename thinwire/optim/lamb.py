@@ -364,7 +364,7 @@ class OneBitLamb(CompressedOptimizer):
         """What each parameter's learning rate was multiplied by in its last step, in the order of the groups; 1 for a
         parameter that has not stepped."""
         coefficients: dict[int, float] = {}
-        for algorithm in self._home.algorithms:
-            assert isinstance(algorithm, Lamb)
-            coefficients |= algorithm.coefficients
+        for group in self._home.groups:
+            assert isinstance(group.algorithm, Lamb)
+            coefficients |= group.algorithm.coefficients
         return [coefficients.get(index, 1.0) for index in range(len(self._home.parameters))]

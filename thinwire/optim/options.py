@@ -126,7 +126,12 @@ class HomeOptions:
             raise ValueError("reversible=False does not go with max_norm: clipping changes residuals after the fact")
         make_codec(self.codec, self.block_size)
         self.sharding.check()
-        self._check_home(packs)
+        # What only the other home has is refused, rather than ignored.
+        foreign = _ONLY_SHARDED if self.stage == 0 else _ONLY_REPLICATED | (_NOT_PACKED if packs else _ONLY_PACKED)
+        default = HomeOptions()
+        for name, instead in foreign.items():
+            if getattr(self, name) != getattr(default, name):
+                raise ValueError(f"{name}={getattr(self, name)!r} does not go with stage={self.stage}: {instead}")
 
     @property
     def sharding(self) -> Sharding:
@@ -157,14 +162,6 @@ class HomeOptions:
         return {**values, "max_norm": self.clips_to, "param_dtype": str(self.param_dtype), "nodes": nodes} | {
             "averaging": self.averaging.compared()
         }
-
-    def _check_home(self, packs: bool) -> None:
-        """Refuse what only the other home has, rather than ignore it."""
-        foreign = _ONLY_SHARDED if self.stage == 0 else _ONLY_REPLICATED | (_NOT_PACKED if packs else _ONLY_PACKED)
-        default = HomeOptions()
-        for name, instead in foreign.items():
-            if getattr(self, name) != getattr(default, name):
-                raise ValueError(f"{name}={getattr(self, name)!r} does not go with stage={self.stage}: {instead}")
 
 
 _DTYPES: Mapping[WarmupWire, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -126,8 +126,6 @@ class Storage(ABC):
     def receive_and_move(self, bucket: Bucket) -> None:
         """Take what a COMPRESSED step brought, and move the weights as the algorithm's form says."""
 
-    # Weights that ranks have in common, and those that they show between two syncs
-
     def show_common(self) -> None:
         """Write the common weights into the parameters."""
 

@@ -233,12 +233,8 @@ class ElasticHome(LocalHome):
                 alarm, failure = True, error
             else:
                 if self._warns and generation.number > 1:
-                    new = f"{plan.standings.count(None)} of them new"
-                    print(
-                        f"thinwire: {self.workers} workers from step {self.steps} on, {new}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    now = f"{self.workers} workers from step {self.steps} on"
+                    print(f"thinwire: {now}, {plan.standings.count(None)} of them new", file=sys.stderr, flush=True)
                 return
         raise MembershipError(
             f"the workers met {_ATTEMPTS} times and could not connect: {failure}. Can each reach the others? "

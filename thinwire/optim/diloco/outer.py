@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -203,18 +204,18 @@ def _end_to_end(weights: Sequence[WeightPair]) -> Iterator[tuple[slice, WeightPa
         start += pair.outer.numel()
 
 
+@dataclass(eq=False)
 class _OfNode:
     """`of_leader` on the node's first rank; on the others nothing, which own nothing of the fragment.
 
     What goes wrong between nodes goes wrong in `arrive`, on every rank of the node.
     """
 
-    def __init__(self, relay: Relay, numel: int, device: torch.device, of_leader: Together | Alone | None) -> None:
-        self._relay = relay
-        self._numel = numel
-        self._device = device
-        self._of_leader = of_leader
-        self._error: CommunicationError | None = None
+    _relay: Relay
+    _numel: int
+    _device: torch.device
+    _of_leader: Together | Alone | None
+    _error: CommunicationError | None = None
 
     @property
     def state(self) -> OuterState:
@@ -286,20 +287,11 @@ def make_outer_step(
     workers = comm.size if links is None else links.num_nodes
     if workers == 1:
         return Alone(fragment.numel, device)
-    exchange: Exchange
+    given: dict[str, Any] = {"bucket": index, "device": device}
     if links is not None:
-        exchange = HierarchicalExchange(links, fragment.numel, codec, bucket=index, device=device)
-    else:
-        exchange = LowMemoryExchange(
-            comm,
-            fragment.numel,
-            codec,
-            bucket=index,
-            device=device,
-            residual_dtype=torch.bfloat16,
-            reversible=reversible,
-        )
-    return Together(exchange, fragment.numel, device)
+        return Together(HierarchicalExchange(links, fragment.numel, codec, **given), fragment.numel, device)
+    given |= {"residual_dtype": torch.bfloat16, "reversible": reversible}
+    return Together(LowMemoryExchange(comm, fragment.numel, codec, **given), fragment.numel, device)
 
 
 def make_node_outer_step(

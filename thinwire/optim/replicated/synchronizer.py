@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from thinwire.zero.sharded_home import clip_coefficient
 _FP32_BYTES = 4
 
 
+@dataclass(eq=False)
 class FreezeGroups:
     """`groups`, in the order in which they entered, each with one of `storages`.
 
@@ -36,25 +37,19 @@ class FreezeGroups:
     gradients sends. `step`: what the buckets of a step share.
     """
 
-    def __init__(
-        self,
-        table: ParameterTable,
-        wire: Wire,
-        options: HomeOptions,
-        make_algorithm: Callable[[], Algorithm],
-        make_rule: Callable[[], FreezeRule | None],
-    ) -> None:
-        self.groups: list[FreezeGroup] = []
-        self.storages: list[WholeStorage] = []
-        self.buckets: list[Bucket] = []
-        self.uncompressed_bytes = 0
-        self.step = Step(table.groups, options.averaging.divide_first, options.clips_to)
-        self.comm = wire.comm
-        self._table = table
-        self._wire = wire
-        self._options = options
-        self._make_algorithm = make_algorithm
-        self._make_rule = make_rule
+    _table: ParameterTable
+    _wire: Wire
+    _options: HomeOptions
+    _make_algorithm: Callable[[], Algorithm]
+    _make_rule: Callable[[], FreezeRule | None]
+    groups: list[FreezeGroup] = field(default_factory=list)
+    storages: list[WholeStorage] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
+    uncompressed_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.comm = self._wire.comm
+        self.step = Step(self._table.groups, self._options.averaging.divide_first, self._options.clips_to)
 
     @property
     def trainable_unplaced(self) -> list[int]:

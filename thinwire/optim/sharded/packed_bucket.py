@@ -144,7 +144,7 @@ class PackedBucket(Bucket):
             # What the average of every rank's β₁ u is, without an exchange; residuals wait for the next one.
             self._legs.codec.scale(self.momentum, self.payload_factors()[0][0])
             if self._beside is not None:
-                self._beside.take([self.momentum[self._rank : self._rank + 1]])
+                self._beside.bring([self.momentum[self._rank : self._rank + 1]], wait=True)
         else:
             self.momentum = self._legs.take_packets()
             self._legs.commit()
@@ -233,26 +233,19 @@ class OwnPackets:
         self.codes = codes.cpu()
         self._parts: list[Tensor] = []
 
-    def bring(self, parts: Sequence[Tensor]) -> None:
-        """Start copying the own packets of each part, uint8 [1, bytes], into page-locked memory.
+    def bring(self, parts: Sequence[Tensor], *, wait: bool = False) -> None:
+        """Start copying the own packets of each part, uint8 [1, bytes], into page-locked memory, or `wait` for them.
 
         They are there when the host has waited for anything that the device does later, as for the step's headers.
         """
-        self._copy(parts, non_blocking=True)
-
-    def take(self, parts: Sequence[Tensor]) -> None:
-        """Copy them, and wait until they are there."""
-        self._copy(parts, non_blocking=False)
+        if [one.shape for one in parts] != [one.shape for one in self._parts]:
+            self._parts = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in parts]
+        for held, part in zip(self._parts, parts, strict=True):
+            held.copy_(part, non_blocking=not wait)
 
     def packets(self, join: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
         """Put together what was brought, uint8 [1, packet_bytes]."""
         return self._parts[0] if len(self._parts) == 1 else join(self._parts)
-
-    def _copy(self, parts: Sequence[Tensor], *, non_blocking: bool) -> None:
-        if [one.shape for one in parts] != [one.shape for one in self._parts]:
-            self._parts = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in parts]
-        for held, part in zip(self._parts, parts, strict=True):
-            held.copy_(part, non_blocking=non_blocking)
 
 
 def ranges_of(comm: Communicator, cuts: Sequence[tuple[int, Tensor]], count: int, device: torch.device) -> Tensor:
