@@ -121,6 +121,8 @@ class Bucket:
 
     # What a backward does
 
+    overwrites_gradients = False
+
     @property
     def may_stay(self) -> bool:
         """Whether `stay` can take the place of a transfer."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.zero.bucket_layout import Slot
-from thinwire.zero.gradient_seal import Seal, SentGradient, gradient_of, refuse_kind
+from thinwire.zero.gradient_seal import Seal, SentGradient, gradient_of, refuse_kind, refuse_used
 from thinwire.zero.gradients import BucketTransport
 from thinwire.zero.rank_checks import agree_to_leave_out, check_left_out
 
@@ -49,18 +49,6 @@ class GradientHook:
         owner = self._owner()
         if owner is not None and parameter.grad is not None:
             self._on_gradient(owner, self._index)
-
-
-def _drop_sent(parameter: Tensor) -> None:
-    """Have every backward drop a SentGradient before it adds a gradient of its own."""
-    of_parameter = weakref.ref(parameter)
-
-    def drop(gradient: Tensor) -> None:
-        one = of_parameter()
-        if one is not None and type(one.grad) is SentGradient:
-            one.grad = None
-
-    parameter.register_hook(drop)  # type: ignore[no-untyped-call]
 
 
 class BackwardWatcher:
@@ -94,6 +82,7 @@ class BackwardWatcher:
         self.gates: list[Callable[[], bool]] = []
         self.before_first: Callable[[], None] | None = None
         self._synchronize = True
+        self._used: dict[int, tuple[Any, int, int]] = {}  # what was left in `.grad` of gradients of the last step
         self.held_back = False
         self.use([], keeps_gradients=True)
 
@@ -226,9 +215,9 @@ class BackwardWatcher:
         """Forget this step; the next backward begins another."""
         for transport in self._transports:
             transport.end_step()
-        for number in self._sent_gradients:
-            if isinstance(self.parameters[number].grad, SentGradient):
-                self.parameters[number].grad = None
+        for number, sent in self._sent_gradients.items():
+            sent.end_step(self.parameters[number])
+        self._used = self.seal.taken if any(one.overwrites_gradients for one in self._transports) else {}
         self._begin_step()
 
     def drop(self) -> None:
@@ -238,9 +227,9 @@ class BackwardWatcher:
         """
         if self._sent or self.arrived:
             self.finish()
-        elif not self._arrived_in_step and not self._left_out:
-            return
-        self.end_step()
+        if self._sent or self.arrived or self._arrived_in_step or self._left_out:
+            self.end_step()
+        self._used = {}
 
     # One backward
 
@@ -301,6 +290,8 @@ class BackwardWatcher:
 
     def _arrive(self, number: int, sends: bool = True) -> None:
         parameter, place = self.parameters[number], self._places.get(number)
+        if self._used:
+            self._refuse_used(number, added=1)
         strided = parameter.grad is None or parameter.grad.layout is torch.strided
         if not strided or (parameter.dtype, parameter.device) != self._kinds[number]:
             refuse_kind(parameter, *self._kinds[number], self._describe(number))
@@ -333,6 +324,17 @@ class BackwardWatcher:
             while self.started < len(self._transports) and not self._waiting[self.started]:
                 self._send_next()
 
+    def _refuse_used(self, number: int, added: int) -> None:
+        """Raise RuntimeError for a gradient that a step has used, and nobody has zeroed, but for so many writes."""
+        gradient = self.parameters[number].grad
+        was, version, _ = self._used.pop(number, (None, 0, 0))
+        if type(gradient) is SentGradient:
+            used = gradient.spent and not gradient.written
+        else:
+            used = gradient is not None and gradient is was and gradient._version <= version + added
+        if used:
+            refuse_used(self._describe(number))
+
     def _take(self, number: int) -> None:
         parameter = self.parameters[number]
         index, slot = self._places[number]
@@ -341,8 +343,7 @@ class BackwardWatcher:
             sent = self._sent_gradients.get(number)
             if sent is None or sent.shape != parameter.shape:  # its `.data` was replaced
                 sent = self._sent_gradients[number] = SentGradient(parameter, self._describe(number))
-                _drop_sent(parameter)
-            parameter.grad = sent
+            sent.show(parameter)
 
     def _send_next(self) -> None:
         """Start the next bucket, and move the earlier ones on."""
@@ -371,8 +372,10 @@ class BackwardWatcher:
         # Gradients that no hook announced: accumulated in no_sync, or set by hand.
         before = len(self.arrived)
         for number, parameter in enumerate(self.parameters) if before < len(self.parameters) else ():
-            if number not in self.arrived and gradient_of(parameter) is not None:
-                self._arrive(number)
+            if number not in self.arrived and parameter.grad is not None:
+                self._refuse_used(number, added=0)
+                if gradient_of(parameter) is not None:
+                    self._arrive(number)
         while self.started < len(self._transports):
             self._send_next()
         if len(self.arrived) > before:

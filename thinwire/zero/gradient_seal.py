@@ -9,6 +9,7 @@ a larger one. An edit of a few elements of a large gradient can pass unseen.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, Self
 
@@ -16,14 +17,13 @@ import torch
 from torch import Tensor
 
 _SAMPLED = 64
-_LOOKED_AT = 8  # one parameter in so many
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Seal:
     """Gradients as they were when a backward had ended, by the parameters' numbers, not to be changed until the step.
 
-    `samples_values`: else versions alone tell of edits. Samples of gradients on an accelerator stay there.
+    `taken`: them. `samples_values`: else versions alone tell of edits. Samples on an accelerator stay there.
     """
 
     def __init__(self, parameters: Sequence[Tensor], describe: Callable[[int], str]) -> None:
@@ -31,14 +31,14 @@ class Seal:
         self.samples_values = True
         self._parameters = parameters
         self._describe = describe
-        self._checks = 0
         self.clear()
 
     def clear(self) -> None:
         """Forget all gradients."""
         # `.grad`, its version and the address of its memory; of one that has left -1 and its number of elements.
-        self._taken: dict[int, tuple[Tensor | None, int, int]] = {}
-        self._values: dict[int, Tensor] = {}
+        self.taken: dict[int, tuple[Any, int, int]] = {}
+        # A sample of a gradient's memory, None where only a copy can be had, and what it held.
+        self._values: dict[int, tuple[Tensor | None, Tensor]] = {}
         self._averaging: set[int] = set()
 
     def take(self, numbers: Collection[int]) -> None:
@@ -47,21 +47,22 @@ class Seal:
         for number in numbers:
             gradient = self._parameters[number].grad
             if gradient is None or type(gradient) is SentGradient:
-                self._taken[number] = gradient, -1, 0 if gradient is None else gradient.numel()
+                self.taken[number] = gradient, -1, 0 if gradient is None else gradient.numel()
                 continue
-            self._taken[number] = gradient, gradient._version, gradient.data_ptr()
+            self.taken[number] = gradient, gradient._version, gradient.data_ptr()
             if self.samples_values and number not in self._averaging:
                 members, samples, lengths = by_dtype.setdefault(gradient.dtype, ([], [], []))
                 members.append(number)
                 samples.append(_some_of(gradient))
                 lengths.append(samples[-1].numel())
         for members, samples, lengths in by_dtype.values():
-            self._values |= zip(members, torch.split(torch.cat(samples), lengths), strict=True)
+            for number, sample, held in zip(members, samples, torch.split(torch.cat(samples), lengths), strict=True):
+                self._values[number] = sample if self.taken[number][0].is_contiguous() else None, held
 
     def take_again(self) -> None:
         """Take all but those that were edited as they are now: averages may have taken their places."""
         edited = set(self._edited())
-        self.take([number for number in self._taken if number not in edited])
+        self.take([number for number in self.taken if number not in edited])
 
     def expect_averages(self, numbers: Collection[int]) -> None:
         """Averages may take the place of these gradients at any time: no value is known until `averages_are_there`."""
@@ -78,47 +79,42 @@ class Seal:
 
         With `may_write` only if it was replaced or dropped: what is written into it takes effect.
 
-        Edits through `.grad.data` leave no version: samples of every eighth, others each step, are compared on CPUs.
+        Edits through `.grad.data` leave no version: on CPUs every sample is compared with what it was.
         """
-        compared = []
-        for number in self._edited():
+        edited = self._edited()
+        now: dict[int, Tensor] = {}
+        for number in edited:
             gradient = self._parameters[number].grad
-            replaced = gradient is not self._taken[number][0] or type(gradient) is SentGradient
+            replaced = gradient is not self.taken[number][0] or type(gradient) is SentGradient
             if may_write and replaced:
                 self._refuse(number)
             # Of one that was not sampled, as in a capture, it is not known what it was.
-            if not may_write and (replaced or number in self._values or number in self._averaging):
-                compared.append(number)
-        if self._values and not may_write:
-            every = min(_LOOKED_AT, len(self._parameters))
-            for number in range(self._checks % every, len(self._parameters), every):
-                if number in self._values and self._parameters[number].is_cpu:
-                    compared.append(number)
-            self._checks += 1
-        now, before = [], []
-        for number in compared:
-            gradient, held = self._parameters[number].grad, self._values.get(number)
-            if held is None or gradient is None or gradient.layout is not torch.strided:
+            if may_write or not (replaced or number in self._values or number in self._averaging):
+                continue
+            if number not in self._values or gradient is None or gradient.layout is not torch.strided:
                 self._refuse(number)
-            if gradient.shape != self._parameters[number].shape or gradient.dtype != held.dtype:
+            if gradient.shape != self._parameters[number].shape or gradient.dtype != self._values[number][1].dtype:
                 self._refuse(number)
-            now.append(_some_of(gradient))
-            before.append(held)
-        if compared:
-            one, other = torch.cat(now), torch.cat(before)
+            now[number] = _some_of(gradient)
+        for number, (sample, held) in self._values.items() if not may_write else ():
+            if held.is_cpu and number not in now:
+                now[number] = _some_of(self.taken[number][0]) if sample is None else sample
+        if now:
+            one = torch.cat(list(now.values()))
+            other = torch.cat([self._values[number][1] for number in now])
             bits = _BITS[one.element_size()]  # a NaN is what it was
             if not torch.equal(one.view(bits), other.view(bits)):
-                same = torch.split(one.view(bits) == other.view(bits), [len(sample) for sample in now])
-                self._refuse(next(number for number, here in zip(compared, same, strict=True) if not here.all()))
+                same = torch.split(one.view(bits) == other.view(bits), [len(sample) for sample in now.values()])
+                self._refuse(next(number for number, here in zip(now, same, strict=True) if not here.all()))
 
     def _edited(self) -> list[int]:
         """The numbers of those whose `.grad` was written to, or replaced, since it was taken."""
         found = []
-        for number, (was, version, place) in self._taken.items():
+        for number, (was, version, place) in self.taken.items():
             gradient = self._parameters[number].grad
             if same := gradient is was and gradient is not None:
                 if type(gradient) is SentGradient:
-                    same = gradient.numel() == place
+                    same = gradient.numel() == place and not gradient.written
                 else:
                     same = gradient._version == version and gradient.data_ptr() == place
             if not same:
@@ -157,12 +153,25 @@ def refuse_kind(parameter: Tensor, dtype: torch.dtype, device: torch.device, nam
     )
 
 
+def refuse_used(name: str) -> NoReturn:
+    """Raise RuntimeError for a gradient of the last step that was left where the next one would be added to it."""
+    raise RuntimeError(
+        f"the gradient of {name} is still that of the last step, whose average or whose place in the bucket it gave "
+        "up, so that nothing can be added to it: call zero_grad() between two steps, or use stage 0, where it adds up"
+    )
+
+
 class SentGradient(Tensor):
     """What `.grad` shows of a gradient that has left and is no longer here: its shape, dtype and device.
 
     Reading or writing its values raises RuntimeError, where a `.grad` of None would pass for a parameter without a
-    gradient, and clip_grad_norm_ would find a norm of 0.
+    gradient, and clip_grad_norm_ would find a norm of 0. It stays after the step, until `zero_grad()` or whoever drops
+    or zeroes gradients: else it would be one that the next backward cannot add to.
+
+    `spent`: its step is over. `written`: it was zeroed since it left.
     """
+
+    spent = written = False
 
     @staticmethod
     def __new__(cls, parameter: Tensor, name: str) -> Self:
@@ -173,24 +182,78 @@ class SentGradient(Tensor):
 
     def __init__(self, parameter: Tensor, name: str) -> None:
         self._name = name
+        self._in_place = False
+        of_parameter = weakref.ref(parameter)
+
+        def make_way(gradient: Tensor) -> None:
+            """Be dropped before a backward adds a gradient of its own."""
+            if (one := of_parameter()) is not None:
+                self._make_way(one)
+
+        parameter.register_hook(make_way)  # type: ignore[no-untyped-call]
+
+    def show(self, parameter: Tensor) -> None:
+        """Stand in the parameter's `.grad`, of a gradient that has just left."""
+        self.spent = self.written = False
+        self._in_place = True
+        parameter.grad = self
+
+    def end_step(self, parameter: Tensor) -> None:
+        """Stay, if it is still there, until gradients are zeroed."""
+        self.spent, self._in_place = parameter.grad is self, False
+
+    def _make_way(self, parameter: Tensor) -> None:
+        if parameter.grad is self:
+            if self.spent and not self.written:
+                refuse_used(self._name)
+            if self.written and not self.spent:
+                self._refuse_drop()
+            parameter.grad = None
+        elif parameter.grad is None and self._in_place:
+            self._refuse_drop()
+        self._in_place = False
+
+    def _refuse_drop(self) -> NoReturn:
+        raise RuntimeError(
+            f"the gradient of {self._name} was dropped or zeroed between two backward() of a step, after it had left "
+            "for its owner, where the next one adds to it: to drop a step's gradients call the optimizer's zero_grad()"
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SentGradient({self._name})"
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func in _HARMLESS:
-            return args[0] if func._schema.returns else None
-        if torch._C._current_graph_task_id() != -1:
-            # Within a backward DDP copies gradients into its buckets, and back: there is nothing to copy.
-            target = (kwargs or {}).get("out", args[0])
-            return target if isinstance(target, SentGradient) else target.zero_()
-        sent = next(one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if type(one) is SentGradient)
+    def share_memory_(self) -> Self:
+        """Raise RuntimeError: there is no memory."""
+        return self._refuse()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Raise RuntimeError: there is no memory."""
+        return self._refuse()
+
+    def _refuse(self) -> NoReturn:
         raise RuntimeError(
-            f"the gradient of {sent._name} has left for its owner during backward() and is not here any more: to clip, "
+            f"the gradient of {self._name} has left for its owner during backward() and is not here any more: to clip, "
             "pass max_norm= to the optimizer; its norm is last_step.grad_norm after step(). Under transformers' "
             "Trainer use thinwire.hugging_face.TrainerMixin"
         )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        within_backward = torch._C._current_graph_task_id() != -1
+        gradients = [one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if type(one) is SentGradient]
+        if func in _ZEROES and not within_backward:
+            for one in gradients:
+                one.written = True
+        if func in _HARMLESS or func in _ZEROES:
+            return args[0] if func._schema.returns else None
+        if within_backward:
+            # Within a backward DDP copies gradients into its buckets, and back: there is nothing to copy.
+            target = (kwargs or {}).get("out", args[0])
+            return target if isinstance(target, SentGradient) else target.zero_()
+        if func is torch.ops.aten._to_copy.default and gradients[0].spent:
+            given = {"dtype": gradients[0].dtype, "device": gradients[0].device} | (kwargs or {})
+            return torch.zeros(gradients[0].shape, dtype=given["dtype"], device=given["device"])  # a model is moved
+        return gradients[0]._refuse()
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -198,10 +261,9 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return None if isinstance(parameter.grad, SentGradient) else parameter.grad
 
 
+_ZEROES = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}
 _HARMLESS = {
     torch.ops.aten.detach.default,
-    torch.ops.aten.zero_.default,
-    torch.ops.aten._foreach_zero_.default,
     # GradScaler's look for infinities, after which the optimizer itself refuses a scaler that it cannot serve.
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default,
 }

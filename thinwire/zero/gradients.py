@@ -31,6 +31,10 @@ class BucketTransport(Protocol):
         """Note that a parameter has no gradient on this rank; `expected`: nor on any other."""
 
     @property
+    def overwrites_gradients(self) -> bool:
+        """Whether `.grad` is not the gradient any more once it has been averaged."""
+
+    @property
     def may_stay(self) -> bool:
         """Whether `stay` can take the place of a transfer of zeros; the same on every rank."""
 
@@ -68,6 +72,7 @@ class BucketGradients:
     def __init__(self, bucket: FlatBucket, comm: Communicator, stage: int, averaging: Averaging, seal: Seal) -> None:
         self.bucket = bucket
         self.stage = stage
+        self.overwrites_gradients = stage == 1  # on the owner
         self._comm = comm
         self._sum_dtype = averaging.accumulated(bucket.dtype)
         self._flat_dtype = bucket.dtype if stage == 2 else self._sum_dtype
