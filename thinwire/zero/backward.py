@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.zero.bucket_layout import Slot
-from thinwire.zero.gradient_seal import Seal, SentGradient, gradient_of, refuse_kind, refuse_used
+from thinwire.zero.gradient_seal import Seal, SentGradient, gradient_of, refuse_kind
 from thinwire.zero.gradients import BucketTransport
 from thinwire.zero.rank_checks import agree_to_leave_out, check_left_out
 
@@ -51,6 +51,18 @@ class GradientHook:
             self._on_gradient(owner, self._index)
 
 
+def _drop_sent(parameter: Tensor, sent: SentGradient) -> None:
+    """Have every backward drop a SentGradient before it adds a gradient of its own."""
+    of_parameter = weakref.ref(parameter)
+
+    def drop(gradient: Tensor) -> None:
+        one = of_parameter()
+        if one is not None and (one.grad is sent or sent.in_place):
+            sent.make_way(one)
+
+    parameter.register_hook(drop)  # type: ignore[no-untyped-call]
+
+
 class BackwardWatcher:
     """The backwards of one step, and which parameters had gradients in them.
 
@@ -76,14 +88,11 @@ class BackwardWatcher:
         self._kinds: list[tuple[torch.dtype, torch.device]] = []
         self._sent_gradients: dict[int, SentGradient] = {}
         self.usually_absent: frozenset[int] = frozenset()
-        self._describe = describe
-        self._on_whole = on_whole
+        self._describe, self._on_whole = describe, on_whole
         self._unhooked: list[int] = []
         self.gates: list[Callable[[], bool]] = []
         self.before_first: Callable[[], None] | None = None
-        self._synchronize = True
-        self._used: dict[int, tuple[Any, int, int]] = {}  # what was left in `.grad` of gradients of the last step
-        self.held_back = False
+        self._synchronize, self.held_back = True, False
         self.use([], keeps_gradients=True)
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
@@ -106,7 +115,7 @@ class BackwardWatcher:
         """
         self._transports: list[BucketTransport] = []
         self._places: dict[int, tuple[int, Slot]] = {}
-        self._sizes: list[int] = []
+        self._sizes, self._overwrites = list[int](), False
         self._keeps_gradients = keeps_gradients
         self._between_legs = between_legs
         self._begin_step()
@@ -118,6 +127,7 @@ class BackwardWatcher:
         for transport in transports:
             number = len(self._transports)
             self._transports.append(transport)
+            self._overwrites |= transport.overwrites_gradients
             self._places |= {slot.parameter: (number, slot) for slot in transport.layout.slots}
             self._sizes.append(len(transport.layout.slots))
             self._waiting.append(sum(slot.parameter not in self._left_out for slot in transport.layout.slots))
@@ -216,8 +226,8 @@ class BackwardWatcher:
         for transport in self._transports:
             transport.end_step()
         for number, sent in self._sent_gradients.items():
-            sent.end_step(self.parameters[number])
-        self._used = self.seal.taken if any(one.overwrites_gradients for one in self._transports) else {}
+            sent.spent, sent.in_place = self.parameters[number].grad is sent, False
+        self.seal.used = self.seal.taken if self._overwrites else {}
         self._begin_step()
 
     def drop(self) -> None:
@@ -229,7 +239,7 @@ class BackwardWatcher:
             self.finish()
         if self._sent or self.arrived or self._arrived_in_step or self._left_out:
             self.end_step()
-        self._used = {}
+        self.seal.used = {}
 
     # One backward
 
@@ -247,7 +257,7 @@ class BackwardWatcher:
         self._begin_backward()
 
     def _begin_backward(self) -> None:
-        self.arrived: dict[int, None] = {}
+        self.arrived: dict[int, tuple[Tensor | None, int] | None] = {}  # what `.grad` was once it had been taken
         self.seal.clear()
         self._left_out = frozenset[int]()
         self._waiting: list[int] = self._sizes.copy()  # how many gradients each bucket has not taken yet
@@ -279,19 +289,22 @@ class BackwardWatcher:
 
     def _on_backward_end(self) -> None:
         self._callback_queued = False
+        for number, held in self.arrived.items() if not self.seal.written_back else ():
+            gradient = self.parameters[number].grad
+            if held is not None and (gradient is None or gradient is not held[0] or gradient._version != held[1]):
+                self.seal.refuse(number)
         known = self.arrived.keys() | self.usually_absent | self._left_out
         if len(known) == len(self.parameters) or all(
             number in known or not one.requires_grad for number, one in enumerate(self.parameters)
         ):
             with torch.no_grad():
                 self._on_whole()
-        # Not before: DDP writes gradients back after they have arrived here.
         self.seal.take(self.arrived)
 
     def _arrive(self, number: int, sends: bool = True) -> None:
         parameter, place = self.parameters[number], self._places.get(number)
-        if self._used:
-            self._refuse_used(number, added=1)
+        if self.seal.used:
+            self.seal.refuse_used(number, writes=1)
         strided = parameter.grad is None or parameter.grad.layout is torch.strided
         if not strided or (parameter.dtype, parameter.device) != self._kinds[number]:
             refuse_kind(parameter, *self._kinds[number], self._describe(number))
@@ -324,17 +337,6 @@ class BackwardWatcher:
             while self.started < len(self._transports) and not self._waiting[self.started]:
                 self._send_next()
 
-    def _refuse_used(self, number: int, added: int) -> None:
-        """Raise RuntimeError for a gradient that a step has used, and nobody has zeroed, but for so many writes."""
-        gradient = self.parameters[number].grad
-        was, version, _ = self._used.pop(number, (None, 0, 0))
-        if type(gradient) is SentGradient:
-            used = gradient.spent and not gradient.written
-        else:
-            used = gradient is not None and gradient is was and gradient._version <= version + added
-        if used:
-            refuse_used(self._describe(number))
-
     def _take(self, number: int) -> None:
         parameter = self.parameters[number]
         index, slot = self._places[number]
@@ -343,7 +345,10 @@ class BackwardWatcher:
             sent = self._sent_gradients.get(number)
             if sent is None or sent.shape != parameter.shape:  # its `.data` was replaced
                 sent = self._sent_gradients[number] = SentGradient(parameter, self._describe(number))
-            sent.show(parameter)
+                _drop_sent(parameter, sent)
+            sent.spent, sent.written, sent.in_place = False, False, True
+            parameter.grad = sent
+        self.arrived[number] = parameter.grad, parameter.grad._version
 
     def _send_next(self) -> None:
         """Start the next bucket, and move the earlier ones on."""
@@ -373,7 +378,7 @@ class BackwardWatcher:
         before = len(self.arrived)
         for number, parameter in enumerate(self.parameters) if before < len(self.parameters) else ():
             if number not in self.arrived and parameter.grad is not None:
-                self._refuse_used(number, added=0)
+                self.seal.refuse_used(number, writes=0)
                 if gradient_of(parameter) is not None:
                     self._arrive(number)
         while self.started < len(self._transports):

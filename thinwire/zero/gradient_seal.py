@@ -9,7 +9,6 @@ a larger one. An edit of a few elements of a large gradient can pass unseen.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, Self
 
@@ -23,14 +22,17 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Seal:
     """Gradients as they were when a backward had ended, by the parameters' numbers, not to be changed until the step.
 
-    `taken`: them. `samples_values`: else versions alone tell of edits. Samples on an accelerator stay there.
+    `taken`: them. `used`: those of the last step, if what it left in `.grad` cannot be added to; empty once they are
+    zeroed. `samples_values`: else versions alone tell of edits. Samples on an accelerator stay there. `written_back`:
+    a DistributedDataParallel writes gradients back during backward, after they have arrived here.
     """
 
     def __init__(self, parameters: Sequence[Tensor], describe: Callable[[int], str]) -> None:
         """`describe`: how an error message calls a parameter."""
-        self.samples_values = True
+        self.samples_values, self.written_back = True, False
         self._parameters = parameters
         self._describe = describe
+        self.used: dict[int, tuple[Any, int, int]] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -87,25 +89,27 @@ class Seal:
             gradient = self._parameters[number].grad
             replaced = gradient is not self.taken[number][0] or type(gradient) is SentGradient
             if may_write and replaced:
-                self._refuse(number)
+                self.refuse(number)
             # Of one that was not sampled, as in a capture, it is not known what it was.
             if may_write or not (replaced or number in self._values or number in self._averaging):
                 continue
             if number not in self._values or gradient is None or gradient.layout is not torch.strided:
-                self._refuse(number)
+                self.refuse(number)
             if gradient.shape != self._parameters[number].shape or gradient.dtype != self._values[number][1].dtype:
-                self._refuse(number)
+                self.refuse(number)
             now[number] = _some_of(gradient)
         for number, (sample, held) in self._values.items() if not may_write else ():
             if held.is_cpu and number not in now:
                 now[number] = _some_of(self.taken[number][0]) if sample is None else sample
+        before = []
+        for number in now:
+            before.append(self._values[number][1])
         if now:
-            one = torch.cat(list(now.values()))
-            other = torch.cat([self._values[number][1] for number in now])
+            one, other = torch.cat(list(now.values())), torch.cat(before)
             bits = _BITS[one.element_size()]  # a NaN is what it was
             if not torch.equal(one.view(bits), other.view(bits)):
                 same = torch.split(one.view(bits) == other.view(bits), [len(sample) for sample in now.values()])
-                self._refuse(next(number for number, here in zip(now, same, strict=True) if not here.all()))
+                self.refuse(next(number for number, here in zip(now, same, strict=True) if not here.all()))
 
     def _edited(self) -> list[int]:
         """The numbers of those whose `.grad` was written to, or replaced, since it was taken."""
@@ -121,7 +125,19 @@ class Seal:
                 found.append(number)
         return found
 
-    def _refuse(self, number: int) -> NoReturn:
+    def refuse_used(self, number: int, writes: int) -> None:
+        """Raise RuntimeError for a gradient that a step has used, and nothing has zeroed: of `writes` since at most."""
+        gradient = self._parameters[number].grad
+        was, version, _ = self.used.pop(number, (None, 0, 0))
+        if type(gradient) is SentGradient:
+            used = gradient.spent and not gradient.written
+        else:
+            used = gradient is not None and gradient is was and gradient._version <= version + writes
+        if used:
+            refuse_used(self._describe(number))
+
+    def refuse(self, number: int) -> NoReturn:
+        """Raise RuntimeError for a gradient that was edited after it had been taken."""
         raise RuntimeError(
             f"the gradient of {self._describe(number)} was changed or dropped between backward() and step(), after it "
             "had left for the other ranks, so the change would be ignored. To clip, pass max_norm= to the optimizer. A "
@@ -168,10 +184,10 @@ class SentGradient(Tensor):
     gradient, and clip_grad_norm_ would find a norm of 0. It stays after the step, until `zero_grad()` or whoever drops
     or zeroes gradients: else it would be one that the next backward cannot add to.
 
-    `spent`: its step is over. `written`: it was zeroed since it left.
+    `in_place`: it has been put into `.grad` in this step. `spent`: its step is over. `written`: it was zeroed since.
     """
 
-    spent = written = False
+    in_place = spent = written = False
 
     @staticmethod
     def __new__(cls, parameter: Tensor, name: str) -> Self:
@@ -182,42 +198,17 @@ class SentGradient(Tensor):
 
     def __init__(self, parameter: Tensor, name: str) -> None:
         self._name = name
-        self._in_place = False
-        of_parameter = weakref.ref(parameter)
 
-        def make_way(gradient: Tensor) -> None:
-            """Be dropped before a backward adds a gradient of its own."""
-            if (one := of_parameter()) is not None:
-                self._make_way(one)
-
-        parameter.register_hook(make_way)  # type: ignore[no-untyped-call]
-
-    def show(self, parameter: Tensor) -> None:
-        """Stand in the parameter's `.grad`, of a gradient that has just left."""
-        self.spent = self.written = False
-        self._in_place = True
-        parameter.grad = self
-
-    def end_step(self, parameter: Tensor) -> None:
-        """Stay, if it is still there, until gradients are zeroed."""
-        self.spent, self._in_place = parameter.grad is self, False
-
-    def _make_way(self, parameter: Tensor) -> None:
-        if parameter.grad is self:
-            if self.spent and not self.written:
-                refuse_used(self._name)
-            if self.written and not self.spent:
-                self._refuse_drop()
-            parameter.grad = None
-        elif parameter.grad is None and self._in_place:
-            self._refuse_drop()
-        self._in_place = False
-
-    def _refuse_drop(self) -> NoReturn:
-        raise RuntimeError(
-            f"the gradient of {self._name} was dropped or zeroed between two backward() of a step, after it had left "
-            "for its owner, where the next one adds to it: to drop a step's gradients call the optimizer's zero_grad()"
-        )
+    def make_way(self, parameter: Tensor) -> None:
+        """Leave `.grad` to a backward; raises RuntimeError if it cannot add to what was sent."""
+        if self.spent and not self.written:
+            refuse_used(self._name)
+        if (parameter.grad is not self or self.written) and not self.spent:
+            raise RuntimeError(
+                f"the gradient of {self._name} was dropped or zeroed between two backward() of a step, after it had "
+                "left for its owner, where the next one adds to it: call the optimizer's zero_grad() to drop a step"
+            )
+        parameter.grad, self.in_place = None, False
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SentGradient({self._name})"

@@ -191,7 +191,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         self._home.name({id(parameter): name for name, parameter in inner.named_parameters()})
         if isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, training_loops.leave_gradients_alone)
-            self._attached = True
+            self._attached = self._home.watcher.seal.written_back = True
             self._home.watcher.gates.append(lambda: bool(model.require_backward_grad_sync))
         return self
 
@@ -372,6 +372,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         try:
             self.attach(model)
         except (ValueError, RuntimeError) as error:
+            self._home.watcher.seal.written_back = True
             twice = ring_bytes(self.comm.size, [one for one in model.parameters() if one.requires_grad]) / 1e6
             warnings.warn(
                 f"DistributedDataParallel sends the gradients that {type(self).__name__} sends, {twice:.1f} MB a step "

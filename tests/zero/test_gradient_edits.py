@@ -1,0 +1,214 @@
+"""What is done to `.grad` beside the optimizer takes effect as in torch, or is an error: nothing passes unseen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from tests.launching import on_threads
+from tests.optim.training import loss_of, make_model, weights
+from thinwire.comm import Communicator
+from thinwire.zero import ShardedOptimizer
+
+FREEZE = 2
+CASES = [("sharded", stage, False) for stage in (0, 1, 2)]
+CASES += [("1-bit", stage, frozen) for stage in (0, 1, 2) for frozen in (False, True)]
+OVER = r"is still that of the last step.*call zero_grad\(\) between two steps"
+
+every_case = pytest.mark.parametrize(("kind", "stage", "frozen"), CASES)
+
+
+def build(comm: Communicator, model: nn.Module, kind: str, stage: int) -> Any:
+    if kind == "sharded":
+        return ShardedOptimizer(model.parameters(), torch.optim.SGD, stage=stage, comm=comm, block_size=8, lr=0.1)
+    return thinwire.OneBitAdam(model.parameters(), stage=stage, comm=comm, block_size=64, lr=0.1, freeze_step=FREEZE)
+
+
+def begun(comm: Communicator, kind: str, stage: int, frozen: bool) -> tuple[nn.Module, Any]:
+    model = make_model()
+    optimizer = build(comm, model, kind, stage)
+    for step in range(FREEZE + 2 if frozen else 1):
+        loss_of(model, comm.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def double(gradient: Tensor) -> None:
+    gradient.mul_(2.0)
+
+
+def zero_by_numpy(gradient: Tensor) -> None:
+    gradient.numpy()[...] = 0.0
+
+
+def swap_by_numpy(gradient: Tensor) -> None:
+    values = gradient.numpy().reshape(-1)
+    values[[0, 1]] = values[[1, 0]]
+
+
+EDITS = {
+    "zero_": lambda gradient: gradient.zero_(),
+    "data.zero_": lambda gradient: gradient.data.zero_(),
+    "_foreach_zero_": lambda gradient: torch._foreach_zero_([gradient]),
+    "mul_": double,
+    "numpy": zero_by_numpy,
+    "numpy swap": swap_by_numpy,
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+@every_case
+@on_threads(2)
+def test_an_edit_after_backward_takes_effect_or_is_refused(
+    comm: Communicator, kind: str, stage: int, frozen: bool, edit: Any
+) -> None:
+    model, optimizer = begun(comm, kind, stage, frozen)
+    before = model[0].weight.detach().clone()
+    loss_of(model, comm.rank, 50).backward()
+    if (kind, stage) == ("sharded", 0):  # averages are shown, as DistributedDataParallel shows them
+        edit(model[0].weight.grad)
+        given = model[0].weight.grad.clone()
+        optimizer.step()
+        torch.testing.assert_close(model[0].weight.detach(), before - 0.1 * given)
+        return
+
+    def edit_and_step() -> None:
+        edit(model[0].weight.grad)
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"was changed or dropped between|has left for its owner|numpy"):
+        edit_and_step()
+
+
+@pytest.mark.parametrize("how", ["assigned in a hook", "written in a hook", "at the end of backward"])
+@every_case
+@on_threads(2)
+def test_an_edit_within_backward_behind_the_optimizers_hook_is_refused(
+    comm: Communicator, kind: str, stage: int, frozen: bool, how: str
+) -> None:
+    model, optimizer = begun(comm, kind, stage, frozen)
+    weight = model[0].weight
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+
+    def edit(parameter: Tensor) -> None:
+        if how == "assigned in a hook":
+            parameter.grad = torch.zeros_like(parameter)
+        elif how == "written in a hook":
+            parameter.grad.mul_(2.0)
+        else:
+            queue(lambda: parameter.grad.mul_(2.0))
+
+    weight.register_post_accumulate_grad_hook(edit)
+    with pytest.raises(RuntimeError, match=r"0.*was changed or dropped|has left for its owner"):
+        loss_of(model, comm.rank, 50).backward()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("drop", ["one", "all"])
+@every_case
+@on_threads(2)
+def test_a_first_backward_that_is_dropped_by_hand_does_not_count(
+    comm: Communicator, kind: str, stage: int, frozen: bool, drop: str
+) -> None:
+    model, optimizer = begun(comm, kind, stage, frozen)
+    other, plain = begun(comm, kind, stage, frozen)
+    with optimizer.no_sync():
+        loss_of(model, comm.rank, 50).backward()
+        optimizer.end_backward()
+    for parameter in model.parameters() if drop == "all" else [model[0].weight, model[0].bias]:
+        parameter.grad = None
+    if stage == 2 and not frozen:
+        with pytest.raises(
+            RuntimeError, match=r"dropped or zeroed between two backward\(\).*the optimizer's zero_grad"
+        ):
+            loss_of(model, comm.rank, 51).backward()
+        return
+    loss_of(model, comm.rank, 51).backward()
+    optimizer.step()
+    loss_of(other, comm.rank, 51).backward()
+    plain.step()
+    of_one = torch.equal(model[0].weight, other[0].weight)
+    assert of_one if drop == "all" or kind == "sharded" else torch.isfinite(model[0].weight).all()
+
+
+@every_case
+@on_threads(2)
+def test_without_zero_grad_gradients_add_up_or_the_backward_is_refused(
+    comm: Communicator, kind: str, stage: int, frozen: bool
+) -> None:
+    model, optimizer = begun(comm, kind, stage, frozen)
+    other, plain = begun(comm, kind, stage, frozen)
+    loss_of(model, comm.rank, 50).backward()
+    optimizer.step()
+    if stage > 0:
+        with pytest.raises(RuntimeError, match=OVER):
+            loss_of(model, comm.rank, 51).backward()
+        return
+    loss_of(other, comm.rank, 50).backward()
+    plain.step()
+    sums = [parameter.grad.clone() for parameter in other.parameters()]
+    plain.zero_grad()
+    loss_of(model, comm.rank, 51).backward()
+    optimizer.step()
+    with plain.no_sync():
+        for parameter, gradient in zip(other.parameters(), sums, strict=True):
+            parameter.grad = gradient
+    loss_of(other, comm.rank, 51).backward()
+    plain.step()
+    torch.testing.assert_close(weights(model), weights(other))
+
+
+@every_case
+@on_threads(2)
+def test_a_second_step_takes_the_gradients_again_or_is_refused(
+    comm: Communicator, kind: str, stage: int, frozen: bool
+) -> None:
+    model, optimizer = begun(comm, kind, stage, frozen)
+    loss_of(model, comm.rank, 50).backward()
+    optimizer.step()
+    before = weights(model)
+    if stage > 0:
+        with pytest.raises(RuntimeError, match=OVER):
+            optimizer.step()
+        return
+    optimizer.step()
+    assert not torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("zero", ["model", "in place", "by hand"])
+@every_case
+@on_threads(2)
+def test_gradients_may_be_zeroed_in_any_way_between_steps(
+    comm: Communicator, kind: str, stage: int, frozen: bool, zero: str
+) -> None:
+    model, optimizer = begun(comm, kind, stage, frozen)
+    other, plain = begun(comm, kind, stage, frozen)
+    for step in (50, 51, 52):
+        loss_of(model, comm.rank, step).backward()
+        optimizer.step()
+        if zero == "by hand":
+            for parameter in model.parameters():
+                parameter.grad = None
+        else:
+            model.zero_grad(set_to_none=zero == "model")
+        loss_of(other, comm.rank, step).backward()
+        plain.step()
+        plain.zero_grad()
+    assert torch.equal(weights(model), weights(other))
+
+
+@on_threads(2)
+def test_a_model_is_moved_after_a_step_whose_gradients_have_left(comm: Communicator) -> None:
+    model, optimizer = begun(comm, "sharded", 2, False)
+    loss_of(model, comm.rank, 50).backward()
+    for use in (lambda: model.share_memory(), lambda: torch.from_dlpack(model[2].weight.grad)):
+        with pytest.raises(RuntimeError, match="has left for its owner"):
+            use()
+    optimizer.step()
+    model.double()
+    assert model[0].weight.dtype == torch.float64
