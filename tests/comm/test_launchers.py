@@ -44,7 +44,7 @@ DAEMON_STEP = SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
         ({}, Launch("single", "", 0, 1, 0, 1)),
         (TORCHRUN, Launch("torchrun", "", 3, 8, 1, 2)),
         (TORCHRUN | SRUN, Launch("torchrun", "", 3, 8, 1, 2)),
-        ({"RANK": "3", "WORLD_SIZE": "8"}, Launch("single", "", 0, 1, 0, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, Launch("single", "", 0, 1, 0, 1)),
         (OPEN_MPI, Launch("mpirun", "Open MPI", 3, 8, 1, 2)),
         (OPEN_MPI | DAEMON_STEP, Launch("mpirun", "Open MPI", 3, 8, 1, 2)),
         (OPEN_MPI | SBATCH, Launch("mpirun", "Open MPI", 3, 8, 1, 2)),

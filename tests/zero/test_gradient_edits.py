@@ -22,10 +22,11 @@ OVER = r"is still that of the last step.*call zero_grad\(\) between two steps"
 every_case = pytest.mark.parametrize(("kind", "stage", "frozen"), CASES)
 
 
-def build(comm: Communicator, model: nn.Module, kind: str, stage: int) -> Any:
+def build(comm: Communicator, model: nn.Module, kind: str, stage: int, **options: Any) -> Any:
+    options |= {"stage": stage, "comm": comm, "lr": 0.1}
     if kind == "sharded":
-        return ShardedOptimizer(model.parameters(), torch.optim.SGD, stage=stage, comm=comm, block_size=8, lr=0.1)
-    return thinwire.OneBitAdam(model.parameters(), stage=stage, comm=comm, block_size=64, lr=0.1, freeze_step=FREEZE)
+        return ShardedOptimizer(model.parameters(), torch.optim.SGD, block_size=8, **options)
+    return thinwire.OneBitAdam(model.parameters(), block_size=64, freeze_step=FREEZE, **options)
 
 
 def begun(comm: Communicator, kind: str, stage: int, frozen: bool) -> tuple[nn.Module, Any]:
@@ -212,3 +213,70 @@ def test_a_model_is_moved_after_a_step_whose_gradients_have_left(comm: Communica
     optimizer.step()
     model.double()
     assert model[0].weight.dtype == torch.float64
+
+
+# What is done to parameters and groups
+
+
+@pytest.mark.parametrize(("kind", "stage"), sorted({case[:2] for case in CASES}))
+@on_threads(2)
+def test_two_parameters_may_change_places(comm: Communicator, kind: str, stage: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3)))
+    optimizer = build(comm, model, kind, stage, bucket_bytes=1640 * 4)
+    one, other = model[0].weight, model[2].weight
+    values = one.detach().clone(), other.detach().clone()
+    one.data, other.data = other.data, one.data
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    model(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    assert torch.equal(one.detach(), values[1])
+    assert torch.equal(other.detach(), values[0])
+
+
+@every_case
+@on_threads(2)
+def test_groups_are_those_that_the_optimizer_has_now(comm: Communicator, kind: str, stage: int, frozen: bool) -> None:
+    model, optimizer = begun(comm, kind, stage, frozen)
+    before = weights(model)
+    optimizer.param_groups = [{**group, "lr": 0.0} for group in optimizer.param_groups]
+    loss_of(model, comm.rank, 50).backward()
+    optimizer.step()
+    assert torch.equal(weights(model), before)
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
+    loss_of(model, comm.rank, 51).backward()
+    with pytest.raises(RuntimeError, match=r"param_groups hold more or fewer.*requires_grad to False"):
+        optimizer.step()
+
+
+@every_case
+@on_threads(2)
+def test_a_second_optimizer_over_the_same_parameters_ends_the_first(
+    comm: Communicator, kind: str, stage: int, frozen: bool
+) -> None:
+    model, optimizer = begun(comm, kind, stage, frozen)
+    second = build(comm, model, kind, stage)
+    loss_of(model, comm.rank, 50).backward()
+    with pytest.raises(RuntimeError, match="another optimizer of thinwire was built over parameters of this"):
+        optimizer.step()
+    second.step()
+    assert second.last_step.applied
+
+
+@pytest.mark.filterwarnings("ignore:the weights of ranks")
+@on_threads(2)
+def test_replicas_that_every_rank_steps_by_itself_are_compared(comm: Communicator) -> None:
+    model, optimizer = begun(comm, "sharded", 0, False)
+    if comm.rank == 1:
+        with torch.no_grad():
+            model[0].weight.add_(1.0)
+    for step in range(optimizer.steps, 100):
+        loss_of(model, comm.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = weights(model)
+    comm.broadcast(found)
+    assert torch.equal(weights(model), found)
+    assert torch.isfinite(found).all()

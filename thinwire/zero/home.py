@@ -8,7 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,9 @@ class ParameterState(ABC):
 
 
 class StateOwner(Protocol):
-    """What lives as long as the state does."""
+    """What lives as long as the state does. `superseded`: the state of some of its parameters is another's now."""
+
+    superseded: bool
 
     def parameter_state(self) -> ParameterState:
         """What is held by parameter."""
@@ -105,11 +107,27 @@ class _Claim:
 def claim(owner: StateOwner, parameters: Iterable[Tensor]) -> None:
     """Note on those of `parameters` that train, numbered in this order, that `owner` holds their state.
 
-    The last owner that says so does.
+    The last owner that says so does; `superseded` tells it to one before.
     """
     for number, parameter in enumerate(parameters):
         if parameter.requires_grad:
+            noted: _Claim | None = getattr(parameter, _ATTRIBUTE, None)
+            if noted is not None and (before := noted.owner()) is not None:
+                before.superseded = before is not owner
             setattr(parameter, _ATTRIBUTE, _Claim(owner, number))
+
+
+def refuse_other_parameters(optimizer: str, superseded: bool) -> NoReturn:
+    """Raise RuntimeError: this optimizer's parameters are those of another by now, or its groups hold others."""
+    if superseded:
+        raise RuntimeError(
+            f"another optimizer of thinwire was built over parameters of this {optimizer}, and gets their gradients: "
+            "step that one, or build one optimizer over all parameters"
+        )
+    raise RuntimeError(
+        f"param_groups hold more or fewer parameters than {optimizer} was built with, whose steps would go on with "
+        "those: to leave one alone set requires_grad to False, to add some call add_param_group()"
+    )
 
 
 def find_state(parameter: Tensor) -> tuple[ParameterState, int] | None:
@@ -186,6 +204,7 @@ class Home(ABC):
     steps: int = 0  # applied
     frozen_at: int | None = None  # the step after which compression began; None before, and where there is none
     in_sync: bool = True  # whether every rank holds the same weights
+    superseded: bool = False  # by another optimizer over some of these parameters
 
     @property
     @abstractmethod

@@ -51,7 +51,8 @@ class FlatBucket:
     """Parameters as views of `flat`, [padded_numel] in `dtype`, and the shard of it that this rank owns.
 
     Construction moves the parameters: their `.data` becomes a view. `keep` says which of the values before rounding to
-    `dtype` to keep in fp32 for `take_initial`: the "shard", the "whole" bucket or nothing.
+    `dtype` to keep in fp32 for `take_initial`: the "shard", the "whole" bucket or nothing. `family`: all buckets of a
+    model.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class FlatBucket:
         self.layout = layout
         self.dtype = dtype
         self.comm = comm
+        self.family = [self]
         self.parameters = [parameters[slot.parameter] for slot in layout.slots]
         self._shapes = {slot: one.shape for slot, one in self.members()}
         self.flat = torch.zeros(layout.padded_numel, dtype=dtype, device=self.parameters[0].device)
@@ -112,17 +114,27 @@ class FlatBucket:
 
         One whose `.data` was replaced is moved into `flat` again, with its new values.
         """
-        written = []
+        written, moved = [], False
         for number, parameter in enumerate(self.parameters):
             version, self._versions[number] = self._versions[number], parameter._version
-            if (moved := parameter.data_ptr() != self._addresses[number]) or version != self._versions[number]:
-                slot = self.layout.slots[number]
-                written.append(slot)
-                if moved:
-                    view = self.view(self.flat, slot)
-                    view.copy_(parameter)
-                    parameter.data = view
+            elsewhere = parameter.data_ptr() != self._addresses[number]
+            if elsewhere or version != self._versions[number]:
+                written.append(self.layout.slots[number])
+                moved |= elsewhere
+        for bucket in self.family if moved else ():
+            bucket._keep_moved()
+        for slot, parameter in self.members() if moved else ():
+            view = self.view(self.flat, slot)
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter)
+                parameter.data = view
         return written
+
+    def _keep_moved(self) -> None:
+        """Give parameters whose `.data` was replaced memory of their own: it may be that of others in these buckets."""
+        for number, parameter in enumerate(self.parameters):
+            if parameter.data_ptr() != self._addresses[number]:
+                parameter.data = parameter.detach().clone()
 
     def take_initial(self) -> Tensor:
         """The values that the parameters had before they were rounded, fp32, for the masters; forgotten here."""
@@ -291,6 +303,7 @@ class ShardedParameters:
             keep = None if dtype == torch.float32 else extent
             bucket = FlatBucket(self.exchange_comm, index, layout, self.order.parameters, dtype, keep)
             self.buckets.append(bucket)
+            bucket.family = self.buckets
             self.masters.append(
                 MasterWeights(bucket, whole=whole, offload=sharding.offload, pin_memory=sharding.pin_memory)
             )

@@ -20,17 +20,21 @@ from thinwire.zero.gradients import averaging_gradients
 from thinwire.zero.home import NO_GRADIENTS, Held, ParameterState, StepResult
 from thinwire.zero.master_weights import Run, ShardedParameters, bring_beside
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
-from thinwire.zero.rank_checks import check_same_kind
+from thinwire.zero.rank_checks import broadcast_from_rank_0, check_same_kind, compare_replicas
 from thinwire.zero.saved_state import SavedSlice, SliceSource, group_settings, read_state, state_slices
 from thinwire.zero.sharded_home import (
     NOT_FINITE,
     BucketParameterState,
+    ComparisonTimes,
     ShardedHome,
     Vote,
     clip_coefficient,
     own_fragments,
 )
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
+
+_COMPARED_EVERY = 100
+"""Steps between two comparisons of replicas that every rank steps by itself."""
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
@@ -246,6 +250,7 @@ class _ElementwiseHome(ShardedHome):
             for one in parameters.masters
         ]
         self.watcher.use(self.gradients, self._keeps_gradients)
+        self._comparisons = ComparisonTimes(_COMPARED_EVERY)
 
     @override
     def step(self) -> StepResult:
@@ -271,8 +276,18 @@ class _ElementwiseHome(ShardedHome):
                 )
 
             self._parameters.move_and_publish(filled, move)
+            if self._parameters.sharding.stage == 0 and self._comparisons.due(self.steps, True):
+                self._compare_replicas()
         self._end_step()
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if vote.finite else NOT_FINITE)
+
+    def _compare_replicas(self) -> None:
+        """See whether all ranks hold the same weights, and give them rank 0's where not. Collective."""
+        replicas = [one.flat for one in self._parameters.buckets]
+        if not compare_replicas(self.comm, replicas, self.steps, "repair", "rank 0's"):
+            for masters in self._parameters.masters:
+                broadcast_from_rank_0(self.comm, [masters.weights])
+                masters.publish()
 
     def _find_vote(self) -> Vote:
         return self._vote_on_averages(self.gradients)

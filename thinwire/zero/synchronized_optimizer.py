@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm import Communicator
 from thinwire.zero import saved_state, training_loops
-from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, claim, ring_bytes
+from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, claim, refuse_other_parameters, ring_bytes
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 
 
@@ -50,6 +50,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         self._saved_name = self._saved_name or type(self).__name__
         self._times_mean = times_mean
         self.loss_scale = 1.0
+        self._groups, self._held = self.param_groups, sum(len(group["params"]) for group in self.param_groups)
         self.last_step: StepResult = NOT_STEPPED
         self.skipped_steps = 0
         self.bytes_uncompressed = 0
@@ -135,6 +136,14 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
             raise RuntimeError("step() was called after eval(): call optimizer.train() first")
         if self.comes_and_goes and self.last_step is NOT_STEPPED:
             training_loops.refuse_trainers()
+        if self.param_groups is not self._groups:  # replaced, while home and inner optimizers hold the list itself
+            self._groups[:] = self.param_groups
+            self.param_groups = self._groups
+        held = 0
+        for group in self._groups:
+            held += len(group["params"])
+        if self._home.superseded or held != self._held:
+            refuse_other_parameters(type(self).__name__, self._home.superseded)
         self._take_scale()
         self.last_step = self._home.step()
         skipped = "NaN" in self.last_step.reason
@@ -181,8 +190,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         """
         ours = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        foreign = sum(id(parameter) not in ours for parameter in trainable)
-        if foreign:
+        if foreign := sum(id(parameter) not in ours for parameter in trainable):
             raise ValueError(
                 f"{foreign} of the model's {len(trainable)} trainable parameters are not in this optimizer, so no rank "
                 f"would synchronise them: pass all of model.parameters() to {type(self).__name__}"
@@ -208,6 +216,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
             except (ValueError, TypeError):
                 self.param_groups.pop()
                 raise
+            self._held += len(param_group["params"])
             claim(self._home, self._home.parameters)
 
     def train(self) -> None:
@@ -318,7 +327,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         state is sharded, this rank's slices of it. Where every rank holds all of the state, torch's `state` has it.
         """
         packed = super().state_dict()
-        counters, rank_tensors = self.counters(), self.rank_tensors()
+        counters, rank_tensors, slices = self.counters(), self.rank_tensors(), self._home.saved_slices()
         packed["state"] = self._home.torch_state()
         in_state = {kind for entry in packed["state"].values() for kind in entry}
         beside = in_state | {"weight"} if in_state else set()
@@ -328,11 +337,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
             "rank": self.comm.rank,
             "size": self.comm.size,
             "counters": counters,
-            "slices": [
-                (one.kind, one.name, one.start, one.tensor)
-                for one in self._home.saved_slices()
-                if one.kind not in beside
-            ],
+            "slices": [(one.kind, one.name, one.start, one.tensor) for one in slices if one.kind not in beside],
             "rank_tensors": {key: one for key, one in rank_tensors.items() if key.split(".")[0] not in in_state},
         }
         return packed
