@@ -17,7 +17,7 @@ from torch.distributed import Store, TCPStore
 from tests.launching import free_port
 from tests.refusing import refused
 from thinwire.comm import Launch, detect
-from thinwire.comm.launchers import meet, rendezvous
+from thinwire.comm.launchers import check_alone, meet, rendezvous
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1"}
 OPEN_MPI = {"RANK": "3", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
@@ -44,7 +44,7 @@ DAEMON_STEP = SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
         ({}, Launch("single", "", 0, 1, 0, 1)),
         (TORCHRUN, Launch("torchrun", "", 3, 8, 1, 2)),
         (TORCHRUN | SRUN, Launch("torchrun", "", 3, 8, 1, 2)),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, Launch("single", "", 0, 1, 0, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "8"}, Launch("single", "", 0, 1, 0, 1)),
         (OPEN_MPI, Launch("mpirun", "Open MPI", 3, 8, 1, 2)),
         (OPEN_MPI | DAEMON_STEP, Launch("mpirun", "Open MPI", 3, 8, 1, 2)),
         (OPEN_MPI | SBATCH, Launch("mpirun", "Open MPI", 3, 8, 1, 2)),
@@ -200,3 +200,9 @@ def test_who_does_not_meet(meeting, error, message) -> None:
 def test_a_folder_of_somebody_elses_is_refused(folder: Path) -> None:
     folder.mkdir(mode=0o755)
     refused(ValueError, r"must be a folder that this user alone can use.*MASTER_ADDR", met, 1)
+
+
+def test_a_process_that_is_told_of_others_does_not_train_alone():
+    check_alone({"WORLD_SIZE": "1"})
+    others = {"RANK": "3", "WORLD_SIZE": "8"}
+    refused(ValueError, "WORLD_SIZE=8 says.*and MASTER_ADDR is not set", check_alone, others)

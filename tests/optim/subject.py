@@ -73,6 +73,7 @@ class Subject:
         model = make_model(dtype=dtype)
         optimizer = self.build(model, comm, **options)
         train(model, optimizer, range(steps))
+        optimizer.zero_grad()
         return model, optimizer
 
 

@@ -212,6 +212,7 @@ def test_sharded_optimizers_hold_what_the_formula_says(stage: int, dtype: torch.
         model = nn.Sequential(nn.Linear(91, 170), nn.Tanh(), nn.Linear(170, 60))
         optimizer = build(comm, model, stage, **ADAMW, param_dtype=dtype, block_size=16, bucket_bytes=8000)
         for _ in range(2):
+            optimizer.zero_grad()
             model(torch.randn(3, 91, dtype=dtype)).float().sum().backward()
             optimizer.end_backward()
             optimizer.step()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from thinwire.comm import threads
 from thinwire.comm.collectives import check_timeout
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.launchers import Launch, detect, meet
+from thinwire.comm.launchers import Launch, check_alone, detect, meet
 from thinwire.comm.torch_backend import TorchCommunicator, group_timeout
 from thinwire.version import __version__
 
@@ -162,6 +162,7 @@ def _join(launch: Launch, backend: Backend | None, timeout: float) -> Communicat
     if backend == "mpi" or (backend is None and launch.launcher == "mpirun" and _has_mpi()):
         return _join_mpi(launch, timeout)
     if launch.launcher == "single" and backend is None:
+        check_alone(os.environ)
         return threads.single(timeout)
     init_process_group(launch, backend, timeout)
     return TorchCommunicator(timeout=timeout)

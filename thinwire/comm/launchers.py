@@ -83,14 +83,17 @@ def detect(environ: Mapping[str, str]) -> Launch:
         return replace(_read("srun", names, environ), local_size=_tasks_on_this_node(environ))
     if "PMIX_RANK" in environ and "PMIX_NAMESPACE" in environ:
         return Launch("mpirun", "PMIx", _integer(environ, "PMIX_RANK"), None, None, None)
+    return Launch("single", "", 0, 1, 0, 1)
+
+
+def check_alone(environ: Mapping[str, str]) -> None:
+    """Raise ValueError for a process that no launcher has started, and which is told that there are others."""
     if "WORLD_SIZE" in environ and _integer(environ, "WORLD_SIZE") > 1:
         missing = " and ".join(name for name in ("RANK", "MASTER_ADDR") if name not in environ)
         raise ValueError(
             f"WORLD_SIZE={environ['WORLD_SIZE']} says that there are other ranks, and {missing} is not set, so that "
-            "they cannot be met and each would train alone: start with torchrun, mpirun or srun, set it, or unset "
-            "WORLD_SIZE"
+            "each would train alone: start with torchrun, mpirun or srun, set it, or unset WORLD_SIZE"
         )
-    return Launch("single", "", 0, 1, 0, 1)
 
 
 def rendezvous(environ: Mapping[str, str]) -> tuple[str, int]:

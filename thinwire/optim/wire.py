@@ -97,7 +97,7 @@ def cast_gradients(
                 else:
                     piece = gradient[first - slot.offset : last - slot.offset]
                     places.append(target)
-                    pieces.append(piece if divisor == 1.0 else piece.float().div_(divisor))
+                    pieces.append(piece if divisor == 1.0 else piece.float() / divisor)
         if places:
             torch._foreach_copy_(places, pieces)
         write_headers(packets, header)

@@ -52,15 +52,16 @@ class GradientHook:
 
 
 def _drop_sent(parameter: Tensor, sent: SentGradient) -> None:
-    """Have every backward drop a SentGradient before it adds a gradient of its own."""
-    of_parameter = weakref.ref(parameter)
+    """Have every backward that adds to the gradient, as torch.autograd.grad does not, drop a SentGradient before."""
+    of_parameter, of_sent = weakref.ref(parameter), weakref.ref(sent)
 
-    def drop(gradient: Tensor) -> None:
-        one = of_parameter()
-        if one is not None and (one.grad is sent or sent.in_place):
-            sent.make_way(one)
+    def drop(gradients: object) -> None:
+        one, stands = of_parameter(), of_sent()
+        if one is not None and stands is not None and (one.grad is stands or stands.in_place):
+            stands.make_way(one)
 
-    parameter.register_hook(drop)  # type: ignore[no-untyped-call]
+    (adder := torch.autograd.graph.get_gradient_edge(parameter).node).register_prehook(drop)
+    sent.adder = adder
 
 
 class BackwardWatcher:
@@ -231,10 +232,8 @@ class BackwardWatcher:
         self._begin_step()
 
     def drop(self) -> None:
-        """Forget gradients that have left, or arrived, since the last step. Collective if there are any.
-
-        Other ranks' gradients may have left where all of this one's wait for more.
-        """
+        """Forget gradients that have left, or arrived, since the last step: on other ranks some may have left already.
+        Collective if there are any."""
         if self._sent or self.arrived:
             self.finish()
         if self._sent or self.arrived or self._arrived_in_step or self._left_out:

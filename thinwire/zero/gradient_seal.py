@@ -188,6 +188,7 @@ class SentGradient(Tensor):
     """
 
     in_place = spent = written = False
+    adder: Any = None  # what adds gradients to the parameter's; its hooks live as long as it does
 
     @staticmethod
     def __new__(cls, parameter: Tensor, name: str) -> Self:
