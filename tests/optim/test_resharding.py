@@ -128,3 +128,30 @@ def test_what_it_lacks_starts_from_zero_where_a_rank_had_residuals_of_its_own(su
             optimizer.load_state_dict(saved["optimizer"])
         found.append(train(model, optimizer, range(FREEZE + 3, FREEZE + 9)))
     assert found[0] == found[1]
+
+
+def test_coordinates_that_stay_are_those_of_the_state_that_was_loaded() -> None:
+    def steps(model: torch.nn.Module, optimizer: Any, dead: int | None, numbers: range) -> list[float]:
+        losses = []
+        for number in numbers:
+            inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(number))
+            if dead is not None:
+                inputs[:, dead] = 0.0  # so that the variance of what it is multiplied by is
+            loss = (model(inputs) - inputs.sum(dim=1, keepdim=True).tanh()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    models = [torch.nn.Linear(64, 64) for _ in range(3)]  # so large that few coordinates stay
+    for one in models:
+        one.load_state_dict(models[0].state_dict())
+    saved, *others = [(one, Subject("OneBitAdam", 1).build(one, threads.single(30.0))) for one in models]
+    steps(*saved, 5, range(FREEZE + 3))
+    steps(*others[0], 0, range(FREEZE + 3))
+    for model, optimizer in others:
+        model.load_state_dict(saved[0].state_dict())
+        optimizer.load_state_dict(saved[1].state_dict())
+    first, second = (steps(*one, None, range(FREEZE + 3, FREEZE + 9)) for one in others)
+    assert first == second
