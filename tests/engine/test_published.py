@@ -43,25 +43,11 @@ _CIFAR: dict[str, Any] = _file(4, None, 2000, "Adam", _CIFAR_ADAM) | {
     "scheduler": {"type": "WarmupLR", "params": _CIFAR_WARMUP},
     "wall_clock_breakdown": False,
 }
-_CIFAR_ZERO: dict[str, Any] = {
-    "stage": 2,
-    "allgather_partitions": True,
-    "reduce_scatter": True,
-    "allgather_bucket_size": 50000000,
-    "reduce_bucket_size": 50000000,
-    "overlap_comm": True,
-    "contiguous_gradients": True,
-    "cpu_offload": True,
-}
-_CIFAR_FP16: dict[str, Any] = {
-    "enabled": True,
-    "fp16_master_weights_and_grads": True,
-    "loss_scale": 0,
-    "loss_scale_window": 500,
-    "hysteresis": 2,
-    "min_loss_scale": 1,
-    "initial_scale_power": 15,
-}
+_CIFAR_ZERO = {"stage": 2, **dict.fromkeys(["allgather_bucket_size", "reduce_bucket_size"], 50000000)}
+_CIFAR_ZERO |= {"allgather_partitions": True, "reduce_scatter": True, "overlap_comm": True, "cpu_offload": True}
+_CIFAR_ZERO |= {"contiguous_gradients": True}
+_CIFAR_FP16 = {"enabled": True, "fp16_master_weights_and_grads": True, "loss_scale": 0, "loss_scale_window": 500}
+_CIFAR_FP16 |= {"hysteresis": 2, "min_loss_scale": 1, "initial_scale_power": 15}
 FILES: dict[str, dict[str, Any]] = {
     # DeepSpeedExamples, BingBertSquad/1-bit_adam
     "squad, 1-bit Adam": _file(
@@ -114,60 +100,36 @@ AS_TEXT = """{
 }
 """
 
+
+def _autos(*names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, "auto")
+
+
+_WARMUP = _autos("warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
+_FP16 = {**_autos("enabled"), "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2}
 _FILLED_IN: dict[str, Any] = {
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
-    },
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
+    "optimizer": {"type": "AdamW", "params": _autos("lr", "betas", "eps", "weight_decay")},
+    "scheduler": {"type": "WarmupLR", "params": _WARMUP},
+    **_autos("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"),
     "steps_per_print": 2000,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
     "wall_clock_breakdown": False,
-    "fp16": {
-        "enabled": "auto",
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
+    "fp16": _FP16 | {"min_loss_scale": 1},
 }
 _PINNED = {"device": "cpu", "pin_memory": True}
+_OVERLAP = {"overlap_comm": True, "contiguous_gradients": True}
+_ZERO_2 = {"stage": 2, "offload_optimizer": _PINNED, "allgather_partitions": True, "allgather_bucket_size": 2e8}
+_ZERO_3 = _autos("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+_ZERO_3 |= {"stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9, "sub_group_size": 1e14}
+_ZERO_3 |= {"stage3_gather_fp16_weights_on_model_save": True}
 
 # transformers, tests/deepspeed
 ZERO_2: dict[str, Any] = _FILLED_IN | {
-    "bf16": {"enabled": "auto"},
-    "zero_optimization": {
-        "stage": 2,
-        "offload_optimizer": _PINNED,
-        "allgather_partitions": True,
-        "allgather_bucket_size": 2e8,
-        "overlap_comm": True,
-        "reduce_scatter": True,
-        "reduce_bucket_size": 2e8,
-        "contiguous_gradients": True,
-    },
+    "bf16": _autos("enabled"),
+    "zero_optimization": _ZERO_2 | _OVERLAP | {"reduce_scatter": True, "reduce_bucket_size": 2e8},
 }
 ZERO_3: dict[str, Any] = _FILLED_IN | {
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": _PINNED,
-        "offload_param": _PINNED,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e14,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_fp16_weights_on_model_save": True,
-    },
+    "zero_optimization": {"stage": 3, "offload_optimizer": _PINNED, "offload_param": _PINNED, **_OVERLAP, **_ZERO_3}
 }
-
 
 STEPS = 6
 

@@ -17,32 +17,21 @@ from transformers import TrainingArguments
 from thinwire.engine import ConfigError, EngineConfig
 from thinwire.hugging_face.filled_config import TrainerConfig
 
+
+def autos(*names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, "auto")
+
+
 # As Hugging Face's documentation has it, every value left to the Trainer.
+_WARMUP = autos("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+_ZERO = autos("reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "stage3_prefetch_bucket_size")
 EVERY_AUTO: dict[str, Any] = {
-    "fp16": {"enabled": "auto"},
-    "bf16": {"enabled": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        },
-    },
-    "zero_optimization": {
-        "stage": 2,
-        "reduce_bucket_size": "auto",
-        "allgather_bucket_size": "auto",
-        "overlap_comm": "auto",
-        "offload_optimizer": {"device": "auto"},
-        "stage3_prefetch_bucket_size": "auto",
-    },
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
+    "fp16": autos("enabled"),
+    "bf16": autos("enabled"),
+    "optimizer": {"type": "AdamW", "params": autos("lr", "betas", "eps", "weight_decay")},
+    "scheduler": {"type": "WarmupDecayLR", "params": _WARMUP},
+    "zero_optimization": {"stage": 2, "offload_optimizer": autos("device"), **_ZERO},
+    **autos("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"),
 }
 LEFT_OUT: dict[str, Any] = {
     "optimizer": {"type": "AdamW"},

@@ -103,18 +103,6 @@ def test_what_is_not_given_has_deepspeeds_default_and_auto_needs_the_trainer(kin
     assert {name: group[name] for name in expected} == expected
 
 
-def test_decoupled_adam_is_adamw() -> None:
-    weights = [torch.ones(5, requires_grad=True) for _ in range(2)]
-    adam = torch.optim.Adam([weights[0]], **optimizer_of("Adam", lr=0.1, weight_decay=0.3)[1])
-    adamw = torch.optim.AdamW([weights[1]], lr=0.1, weight_decay=0.3)
-    for step in range(4):
-        for weight in weights:
-            weight.grad = torch.full((5,), 0.5 - step)
-        adam.step()
-        adamw.step()
-    assert torch.equal(weights[0], weights[1])
-
-
 DEEPSPEEDS = {"lr": 4e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.01, "comm_backend_name": "mpi"}
 LAMBS = {"max_coeff": 0.3, "min_coeff": 0.01, "coeff_beta": 0.8, "factor_max": 4, "factor_min": 0.5}
 LAMBS |= {"factor_threshold": 0.1, "freeze_step": 1000, "bias_correction": False}
@@ -148,52 +136,29 @@ def test_compressed_optimizers_take_deepspeeds_spellings_and_parameters(kinds, p
         ("Adma", {}, '"optimizer.type" "Adma" is not a known optimizer. Did you mean "Adam"?'),
         ("AdamW", {"beta": [0.9, 0.99]}, '"optimizer.params.beta" is not a parameter of AdamW. Did you mean "betas"?'),
         ("AdamW", {"lr": "big"}, '"optimizer.params.lr" must be a number, at least 0, got "big"'),
-        ("AdamW", {"lr": True}, '"optimizer.params.lr" must be a number, at least 0, got true'),
         ("AdamW", {"lr": float("nan")}, '"optimizer.params.lr" must be a number, at least 0, got NaN'),
         ("AdamW", {"lr": -1.0}, '"optimizer.params.lr" must be a number, at least 0, got -1.0'),
-        (
-            "AdamW",
-            {"betas": [0.9, 1.5]},
-            '"optimizer.params.betas" must be a list of 2 numbers, at least 0, below 1, got [0.9, 1.5]',
-        ),
-        ("AdamW", {"amsgrad": 1}, '"optimizer.params.amsgrad" must be true or false, got 1'),
+        ("AdamW", {"betas": [0.9, 1.5]}, 'betas" must be a list of 2 numbers, at least 0, below 1, got [0.9, 1.5]'),
         ("AdamW", {"max_grad_norm": "auto"}, 'can only be 0 or 0.0 or null, got "auto": use "gradient_clipping"'),
-        ("AdamW", {"torch_adam": 1}, '"optimizer.params.torch_adam" must be true or false, got 1'),
         ("OneBitAdam", {"cuda_aware": "no"}, '"optimizer.params.cuda_aware" must be true or false, got "no"'),
         ("OneBitAdam", {"torch_adam": True}, '"optimizer.params.torch_adam" is not a parameter of OneBitAdam'),
         ("AdamW", {"differentiable": True}, "can only be false"),
         ("SGD", {"nesterov": True}, "Nesterov momentum requires a momentum"),
         ("ZeroOneAdam", {"freeze_step": 10}, 'Did you mean "var_freeze_step"?'),
         ("ZeroOneAdam", {"var_freeze_step": 0}, 'var_freeze_step" must be a whole number, at least 1, got 0'),
-        ("ZeroOneAdam", {"local_step_clipper": 0}, 'local_step_clipper" must be a whole number, at least 1, got 0'),
-        ("ZeroOneAdam", {"local_step_clippers": 4}, 'Did you mean "local_step_clipper"?'),
         ("ZeroOneAdam", {"codec": "int8"}, "the class itself takes others at stage 0"),
-        ("OneBitAdam", {"freeze_steps": 3}, 'Did you mean "freeze_step"?'),
         ("OneBitAdam", {"freeze_step": 0}, 'freeze_step" must be a whole number, at least 1 or "auto", got 0'),
         ("OneBitAdam", {"freeze_step": "soon"}, 'must be a whole number, at least 1 or "auto", got "soon"'),
         ("OneBitAdam", {"compress": "momentum"}, '"optimizer.params.compress" can only be "update"'),
         ("OneBitAdam", {"codec": "int8"}, '"optimizer.params.codec" can only be "sign1"'),
-        ("OneBitAdam", {"bias_correction": 1}, '"optimizer.params.bias_correction" must be true or false, got 1'),
         ("RMSprop", {"bias_correction": False}, 'use "Adam" or "AdamW", which "bias_correction" is for'),
-        (
-            "OneBitAdam",
-            {"block_size": 100},
-            'block_size" must be a whole number, at least 64, at most 65536, a multiple of 64, got 100',
-        ),
+        ("OneBitAdam", {"block_size": 100}, "number, at least 64, at most 65536, a multiple of 64, got 100"),
         ("OneBitAdam", {"comm_backend_name": "ucx"}, '"nccl" or "gloo" or "mpi", got "ucx"'),
         ("OneBitAdam", {"amsgrad": True}, "the optimizer keeps no maximum of a variance"),
-        ("OneBitLamb", {"max_coef": 1}, 'Did you mean "max_coeff"?'),
         ("OneBitLamb", {"max_coeff": 0.001}, "min_coeff must be above 0 and at most max_coeff"),
         ("OneBitLamb", {"factor_min": 2}, 'factor_min" must be a number, above 0, at most 1, got 2'),
-        (
-            "OneBitLamb",
-            {"factor_threshold": "fast"},
-            '"optimizer.params.factor_threshold" must be a number, at least 0, below 1, got "fast"',
-        ),
-        ("OneBitLamb", {"compress": "momentum"}, '"optimizer.params.compress" can only be "update"'),
+        ("OneBitLamb", {"factor_threshold": "fast"}, 'factor_threshold" must be a number, at least 0, below 1, got'),
         ("Muon", {"ns_method": "gram"}, 'can only be "standard", got "gram"'),
-        ("Lamb", {"amsgrad": True}, "the optimizer keeps no maximum of a variance"),
-        ("Lamb", {"max_coef": 1.0}, 'Did you mean "max_coeff"'),
         ("Lamb", {"min_coeff": 20.0}, "max_coeff must be at least min_coeff"),
         ("Lion", {"betas": [0.9]}, "must be a list of 2 numbers"),
         ("OneBitLamb", {"eps_inside_sqrt": True}, '"optimizer.params.eps_inside_sqrt" can only be false'),
@@ -242,24 +207,12 @@ def test_schedules_that_work(kind: str, params: dict[str, Any], changes: dict[st
         ("LambdaLR", {}, "it takes a function. Pass a schedule of your own to thinwire.initialize"),
         ("SequentialLR", {}, "it is made of other schedules"),
         ("WarmupLR", {"warmup_steps": 3}, 'Did you mean "warmup_num_steps"?'),
-        (
-            "WarmupLR",
-            {"warmup_num_steps": 1.5},
-            '"scheduler.params.warmup_num_steps" must be a whole number, at least 0, got 1.5',
-        ),
+        ("WarmupLR", {"warmup_num_steps": 1.5}, 'warmup_num_steps" must be a whole number, at least 0, got 1.5'),
         ("WarmupLR", {"warmup_type": "cosine"}, 'must be "log" or "linear", got "cosine"'),
-        (
-            "WarmupLR",
-            {"warmup_num_steps": -3},
-            '"scheduler.params.warmup_num_steps" must be a whole number, at least 0, got -3',
-        ),
+        ("WarmupLR", {"warmup_num_steps": -3}, '"scheduler.params.warmup_num_steps" must be a whole number, at least'),
         ("WarmupLR", {"last_batch_iteration": 12}, "a checkpoint says where to resume"),
         ("WarmupDecayLR", {}, '"scheduler.params.total_num_steps" is missing: WarmupDecayLR needs it'),
-        (
-            "WarmupDecayLR",
-            {"total_num_steps": "auto"},
-            '"scheduler.params.total_num_steps" is "auto", which is filled in',
-        ),
+        ("WarmupDecayLR", {"total_num_steps": "auto"}, '.params.total_num_steps" is "auto", which is filled in'),
         ("WarmupDecayLR", {"total_num_steps": 10}, "total_num_steps must be at least warmup_num_steps 1000, got 10"),
         ("OneCycle", {"cycle_max_lr": 0.1}, '"scheduler.params.cycle_min_lr" is missing'),
         ("CosineAnnealingLR", {"t_max": 3}, 'Did you mean "T_max"?'),
