@@ -368,9 +368,9 @@ class ShardedParameters:
     @torch.no_grad()
     def take_over_written(self) -> None:
         """Take over into master weights what was written into parameters, alike on every rank."""
-        for masters in self.masters:
-            if written := masters.bucket.take_written():
-                masters.take_over({slot.parameter for slot in written})
+        for one in self.masters:
+            if written := one.bucket.take_written():
+                one.take_over({slot.parameter for slot in written})
 
     def accept_written(self) -> None:
         """Leave master weights as they are, whatever was written into parameters so far."""

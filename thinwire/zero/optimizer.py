@@ -282,12 +282,12 @@ class _ElementwiseHome(ShardedHome):
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if vote.finite else NOT_FINITE)
 
     def _compare_replicas(self) -> None:
-        """See whether all ranks hold the same weights, and give them rank 0's where not. Collective."""
+        """Compare the ranks' weights, and give all of them rank 0's where they differ. Collective."""
         replicas = [one.flat for one in self._parameters.buckets]
         if not compare_replicas(self.comm, replicas, self.steps, "repair", "rank 0's"):
-            for masters in self._parameters.masters:
-                broadcast_from_rank_0(self.comm, [masters.weights])
-                masters.publish()
+            for one in self._parameters.masters:
+                broadcast_from_rank_0(self.comm, [one.weights])
+                one.publish()
 
     def _find_vote(self) -> Vote:
         return self._vote_on_averages(self.gradients)

@@ -153,8 +153,6 @@ class DiLoCo(SynchronizedOptimizer):
         rate = default_outer_lr(workers, sum(one.numel for one in cut)) if outer_lr is None else float(outer_lr)
         self.outer = OuterSettings(rate, float(outer_momentum))
         self._move_in(self._make_home(worker, names, cut, mix, links, elastic, settings))
-        if isinstance(self.inner, ShardedOptimizer):
-            self.inner._home.superseded = False  # its steps are this one's
 
     @property
     def workers(self) -> int:

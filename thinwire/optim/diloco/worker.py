@@ -149,6 +149,7 @@ class NodeWorker(Worker):
     @override
     def step(self, loss_scale: float, overflows: bool) -> StepResult:
         self.optimizer.loss_scale = loss_scale
+        self.optimizer._home.superseded = False  # by the optimizer around it, whose steps its own are
         self.optimizer.step()
         return self.optimizer.last_step
 
