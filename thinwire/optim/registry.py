@@ -62,23 +62,12 @@ _NO_GRADIENT = (
 _LOCAL = "in a local step a worker needs its own whole gradient, momentum and weights, which stages 2 and 3 would shard"
 
 _ENTRIES = (
-    OptimizerEntry("OneBitAdam", "AdamW", refused_stages={3: _WHOLE_STATE}, freeze_option="freeze_step"),
+    OptimizerEntry("OneBitAdam", "AdamW", {3: _WHOLE_STATE}, freeze_option="freeze_step"),
     OptimizerEntry(
-        "OneBitLamb",
-        "Lamb",
-        refused_stages={2: _NO_GRADIENT, 3: _WHOLE_STATE},
-        freeze_option="freeze_step",
-        elementwise=False,
+        "OneBitLamb", "Lamb", {2: _NO_GRADIENT, 3: _WHOLE_STATE}, freeze_option="freeze_step", elementwise=False
     ),
-    OptimizerEntry(
-        "ZeroOneAdam",
-        "AdamW",
-        refused_stages={2: _LOCAL, 3: _LOCAL},
-        freeze_option="var_freeze_step",
-        local_steps=True,
-        offloads=False,
-    ),
-    OptimizerEntry("OneBitLion", "Lion", refused_stages={2: _NO_GRADIENT, 3: _WHOLE_STATE}, offloads=False),
+    OptimizerEntry("ZeroOneAdam", "AdamW", {2: _LOCAL, 3: _LOCAL}, "var_freeze_step", local_steps=True, offloads=False),
+    OptimizerEntry("OneBitLion", "Lion", {2: _NO_GRADIENT, 3: _WHOLE_STATE}, offloads=False),
 )
 
 _BY_NAME = {one.name: one for one in _ENTRIES}

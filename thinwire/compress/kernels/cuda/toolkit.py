@@ -13,11 +13,10 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import override
 
 from thinwire.compress.kernels.cuda.launch import Argument
 
@@ -26,30 +25,6 @@ _PROGRAM = "thinwire.cu"
 
 class KernelCompilerError(ImportError):
     """Neither cuda.bindings nor cupy can compile here."""
-
-
-class Toolkit(Protocol):
-    """One way to NVRTC and the driver."""
-
-    @property
-    def compiler(self) -> str:
-        """Name and version of the compiler: what the same source becomes depends on it."""
-
-    @property
-    def architectures(self) -> Sequence[int]:
-        """The generations of GPUs that the compiler knows, as 90 for sm_90."""
-
-    def compile(self, source: str, options: Sequence[str]) -> bytes:
-        """Machine code of CUDA C++, or PTX where options name a virtual architecture, `compute_90`, for the driver to
-        compile; RuntimeError with the compiler's words where it refuses."""
-
-    def load(self, code: bytes, name: str, device: int) -> Any:
-        """A kernel of that machine code, on a device."""
-
-    def launch(
-        self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Sequence[Argument], device: int, stream: int
-    ) -> None:
-        """Launch a loaded kernel on one of its device's streams, whatever device and thread are current."""
 
 
 def find_toolkit() -> Toolkit:
@@ -66,8 +41,11 @@ def find_toolkit() -> Toolkit:
     raise KernelCompilerError("; ".join(reasons))
 
 
-class BindingsToolkit(Toolkit):
-    """NVIDIA's own bindings. Every call gives a status first."""
+class BindingsToolkit:
+    """NVIDIA's own bindings, one way to NVRTC and the driver. Every call gives a status first.
+
+    `compiler`: its name and version, on which it depends what the same source becomes.
+    """
 
     def __init__(self, nvrtc: Any, driver: Any) -> None:
         """`nvrtc` and `driver`: the modules of cuda.bindings. Raises RuntimeError where NVRTC's library is missing."""
@@ -75,20 +53,16 @@ class BindingsToolkit(Toolkit):
         self._driver = driver
         self._contexts: dict[int, Any] = {}
         major, minor = self._checked(nvrtc.nvrtcVersion())
-        self._compiler = f"NVRTC {major}.{minor}"
+        self.compiler = f"NVRTC {major}.{minor}"
 
     @property
-    @override
-    def compiler(self) -> str:
-        return self._compiler
-
-    @property
-    @override
     def architectures(self) -> Sequence[int]:
+        """The generations of GPUs that the compiler knows, as 90 for sm_90."""
         return tuple(self._checked(self._nvrtc.nvrtcGetSupportedArchs()))
 
-    @override
     def compile(self, source: str, options: Sequence[str]) -> bytes:
+        """Machine code of CUDA C++, or PTX where options name a virtual architecture, `compute_90`, for the driver to
+        compile; RuntimeError with the compiler's words where it refuses."""
         nvrtc = self._nvrtc
         program = self._checked(nvrtc.nvrtcCreateProgram(source.encode(), _PROGRAM.encode(), 0, None, None))
         try:
@@ -97,7 +71,7 @@ class BindingsToolkit(Toolkit):
                 log = bytearray(self._checked(nvrtc.nvrtcGetProgramLogSize(program)))
                 self._checked(nvrtc.nvrtcGetProgramLog(program, log))
                 words = bytes(log).rstrip(b"\0").decode()
-                raise RuntimeError(f"{self._compiler} does not compile the kernels with {' '.join(options)}:\n{words}")
+                raise RuntimeError(f"{self.compiler} does not compile the kernels with {' '.join(options)}:\n{words}")
             code = bytearray(self._checked(nvrtc.nvrtcGetCUBINSize(program)))
             if code:
                 self._checked(nvrtc.nvrtcGetCUBIN(program, code))
@@ -108,8 +82,8 @@ class BindingsToolkit(Toolkit):
             self._checked(nvrtc.nvrtcDestroyProgram(program))
         return bytes(code)
 
-    @override
     def load(self, code: bytes, name: str, device: int) -> Any:
+        """A kernel of that machine code, on a device."""
         switched = self._push(self._context(device))
         try:
             module = self._checked(self._driver.cuModuleLoadData(code))
@@ -118,10 +92,10 @@ class BindingsToolkit(Toolkit):
             if switched:
                 self._checked(self._driver.cuCtxPopCurrent())
 
-    @override
     def launch(
         self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Sequence[Argument], device: int, stream: int
     ) -> None:
+        """Launch a loaded kernel on one of its device's streams, whatever device and thread are current."""
         raw = b"".join(arguments)
         behind = -(-len(raw) // 8) * 8
         memory = bytearray(behind + 8 * len(arguments))
@@ -162,28 +136,23 @@ class BindingsToolkit(Toolkit):
         return values[0] if len(values) == 1 else values
 
 
-class CupyToolkit(Toolkit):
-    """cupy's NVRTC, called directly: cupy's own way to it flushes subnormals to zero, whatever options say."""
+class CupyToolkit:
+    """The same by cupy's NVRTC, called directly: cupy's own way flushes subnormals to zero, whatever options say."""
 
     def __init__(self, cupy: Any, nvrtc: Any, function: Any) -> None:
         """`cupy` and its modules `cupy.cuda.nvrtc` and `cupy.cuda.function`."""
         self._cupy = cupy
         self._nvrtc = nvrtc
         self._modules = function
-        self._compiler = "NVRTC " + ".".join(map(str, nvrtc.getVersion()))
+        self.compiler = "NVRTC " + ".".join(map(str, nvrtc.getVersion()))
 
     @property
-    @override
-    def compiler(self) -> str:
-        return self._compiler
-
-    @property
-    @override
     def architectures(self) -> Sequence[int]:
+        """As those of BindingsToolkit, and so are the others."""
         return tuple(self._nvrtc.getSupportedArchs())
 
-    @override
     def compile(self, source: str, options: Sequence[str]) -> bytes:
+        """Machine code, or PTX for a virtual architecture."""
         nvrtc = self._nvrtc
         program = nvrtc.createProgram(source, _PROGRAM, (), ())
         try:
@@ -193,26 +162,30 @@ class CupyToolkit(Toolkit):
         except nvrtc.NVRTCError as error:
             words = nvrtc.getProgramLog(program)
             raise RuntimeError(
-                f"{self._compiler} does not compile the kernels with {' '.join(options)}:\n{words}"
+                f"{self.compiler} does not compile the kernels with {' '.join(options)}:\n{words}"
             ) from error
         finally:
             nvrtc.destroyProgram(program)
 
-    @override
     def load(self, code: bytes, name: str, device: int) -> Any:
+        """A kernel on a device, and the module that holds it."""
         with self._cupy.cuda.Device(device):
             module = self._modules.Module()
             module.load(code)
             return module, module.get_function(name)  # a module that is not held is unloaded
 
-    @override
     def launch(
         self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Sequence[Argument], device: int, stream: int
     ) -> None:
+        """Launch a loaded kernel."""
         _, function = kernel
         cuda = self._cupy.cuda
         with cuda.Device(device), cuda.ExternalStream(stream, device):
             function(grid, (threads,), tuple(map(_by_value, arguments)))
+
+
+Toolkit = BindingsToolkit | CupyToolkit
+"""A way to NVRTC and the driver."""
 
 
 def _by_value(argument: Argument) -> NDArray[np.void]:
