@@ -73,23 +73,21 @@ class OneBitOptions(OptionModel):
     codec: Literal["sign1"] = only("sign1", "every stage has it; the class itself takes others at stage 0")
 
 
-class _AdamLikeOptions(OneBitOptions):
-    """Arguments of those that divide by a variance."""
+class OneBitAdamOptions(OneBitOptions):
+    """Arguments of OneBitAdam."""
 
     eps: Positive = 1e-8
     bias_correction: bool = True
     compress: Literal["update"] = only("update", _UPDATE)
-
-
-class OneBitAdamOptions(_AdamLikeOptions):
-    """Arguments of OneBitAdam."""
-
     freeze_step: Count | Literal["auto"] = "auto"
 
 
-class OneBitLambOptions(_AdamLikeOptions):
+class OneBitLambOptions(OneBitOptions):
     """Arguments of OneBitLamb."""
 
+    eps: Positive = 1e-8
+    bias_correction: bool = True
+    compress: Literal["update"] = only("update", _UPDATE)
     freeze_step: Count | Literal["auto"] = 100_000
     max_coeff: Positive = 10.0
     min_coeff: Positive = 0.01
@@ -107,9 +105,12 @@ class OneBitLambOptions(_AdamLikeOptions):
         return self
 
 
-class ZeroOneAdamOptions(_AdamLikeOptions):
+class ZeroOneAdamOptions(OneBitOptions):
     """Arguments of ZeroOneAdam."""
 
+    eps: Positive = 1e-8
+    bias_correction: bool = True
+    compress: Literal["update"] = only("update", _UPDATE)
     var_freeze_step: Count = 100_000
     var_update_scaler: Count = 16
     local_step_scaler: Count = 32_678

@@ -69,7 +69,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
     def _reversible(self) -> bool:
         """Whether packed state keeps the residuals of before a step."""
         options, dtypes = self._options, {bucket.dtype for bucket in self._parameters.buckets}
-        wanted = bool(self.scaled) or torch.float16 in dtypes or bool(options.clips_to)
+        wanted = bool(self.scaled) or torch.float16 in dtypes or bool(options.max_norm)
         return wanted if options.reversible is None else options.reversible
 
     # One step
