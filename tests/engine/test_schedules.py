@@ -76,6 +76,7 @@ def deepspeed_warmup_gamma(iteration: int, warmup: int, kind: str) -> float:
 
 def deepspeed_ratio(iteration: int, name: str, total: int, warmup: int, kind: str, least: float, last: float) -> float:
     """What the highest rate is multiplied by, from `least` on where the schedule has a lowest rate."""
+    warmup = max(2, warmup)
     if iteration < warmup:
         ratio = deepspeed_warmup_gamma(iteration, warmup, kind)
     elif name == "WarmupLR":
