@@ -3,6 +3,7 @@ program, which takes a folder and names of parts, by default all, this is what e
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -248,6 +249,8 @@ def one_file(comm: Communicator, folder: Path) -> None:
     for stage in (0, 3):
         engine = make_engine(comm, settings(stage, **BF16))
         assert engine.save_16bit_model(folder, f"stage-{stage}.safetensors")
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copy.deepcopy(engine.optimizer)
     expected, found = (load_file(folder / f"stage-{stage}.safetensors") for stage in (0, 3))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -39,10 +39,6 @@ def begun(comm: Communicator, kind: str, stage: int, frozen: bool) -> tuple[nn.M
     return model, optimizer
 
 
-def double(gradient: Tensor) -> None:
-    gradient.mul_(2.0)
-
-
 def zero_by_numpy(gradient: Tensor) -> None:
     gradient.numpy()[...] = 0.0
 
@@ -56,7 +52,7 @@ EDITS = {
     "zero_": lambda gradient: gradient.zero_(),
     "data.zero_": lambda gradient: gradient.data.zero_(),
     "_foreach_zero_": lambda gradient: torch._foreach_zero_([gradient]),
-    "mul_": double,
+    "mul_": lambda gradient: gradient.mul_(2.0),
     "numpy": zero_by_numpy,
     "numpy swap": swap_by_numpy,
 }
