@@ -298,6 +298,7 @@ class BackwardWatcher:
         ):
             with torch.no_grad():
                 self._on_whole()
+        # Not before: DDP writes gradients back after they have arrived here.
         self.seal.take(self.arrived)
 
     def _arrive(self, number: int, sends: bool = True) -> None:

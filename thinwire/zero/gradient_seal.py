@@ -2,9 +2,10 @@
 one whose memory was given back.
 
 Whether a gradient was written to its version tells, a number that torch counts, and the address of its memory.
-A write of the values that are there already is no edit, as `clip_grad_norm_` makes to measure a norm: a gradient that
-was written to is compared with a sample of the values that left, all of a small gradient and up to 64 evenly spaced of
-a larger one. An edit of a few elements of a large gradient can pass unseen.
+A write of the values that are there already is no edit, as `clip_grad_norm_` makes to measure a norm, and one through
+`.data` or numpy leaves no version: so gradients, on an accelerator only those written to, are compared with a sample of
+the values that left, all of a small one and up to 64 evenly spaced of a larger one. An edit of a few elements of a
+large gradient can pass unseen.
 """
 
 from __future__ import annotations
@@ -172,8 +173,8 @@ def refuse_kind(parameter: Tensor, dtype: torch.dtype, device: torch.device, nam
 def refuse_used(name: str) -> NoReturn:
     """Raise RuntimeError for a gradient of the last step that was left where the next one would be added to it."""
     raise RuntimeError(
-        f"the gradient of {name} is still that of the last step, whose average or whose place in the bucket it gave "
-        "up, so that nothing can be added to it: call zero_grad() between two steps, or use stage 0, where it adds up"
+        f"the gradient of {name} is still that of the last step, and what was averaged or has left cannot be added to: "
+        "call zero_grad() between two steps, or use stage 0, where gradients add up"
     )
 
 
@@ -214,20 +215,14 @@ class SentGradient(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SentGradient({self._name})"
 
-    def share_memory_(self) -> Self:
-        """Raise RuntimeError: there is no memory."""
-        return self._refuse()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        """Raise RuntimeError: there is no memory."""
-        return self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, **options: Any) -> NoReturn:
         raise RuntimeError(
             f"the gradient of {self._name} has left for its owner during backward() and is not here any more: to clip, "
             "pass max_norm= to the optimizer; its norm is last_step.grad_norm after step(). Under transformers' "
             "Trainer use thinwire.hugging_face.TrainerMixin"
         )
+
+    share_memory_ = __dlpack__ = _refuse  # there is no memory, for which both would ask in C++
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
