@@ -205,6 +205,7 @@ def test_ignored_classes_have_no_line_and_an_error_leaves_nothing_behind() -> No
     profiler.model(torch.ones(1, 5))
     assert [one.name for one in profiler.module_costs()] == ["", "shared", "parts", "parts.0"]
     assert profiler.get_total_flops() == 2 * (2 * 25 + 35 + 14 + 2)
+    profiler.end_profile()
     model = nn.Linear(3, 2)
     with pytest.raises(RuntimeError, match="shape"):
         get_model_profile(model, (4, 5), warm_up=0)
