@@ -318,6 +318,49 @@ def test_a_sealed_manifest_of_other_types_is_passed_over(tmp_path) -> None:
         threads.run(body, 2)
 
 
+@pytest.mark.parametrize(
+    ("stage", "kind", "params"),
+    [
+        (0, "OneBitAdam", {"freeze_step": 1}),
+        (1, "OneBitLamb", {"freeze_step": 1}),
+        (1, "ZeroOneAdam", {"var_freeze_step": 1}),
+        (1, "AdamW", {}),
+        (0, "DiLoCo", {"every": 2, "fragments": 2, "overlap": 1, "codec": "int8", "block_size": 64}),
+    ],
+)
+def test_what_lies_under_another_name_is_refused_before_anything_moves(tmp_path, stage, kind, params) -> None:
+    """Every kind of slice, of a rank's own values, and of buffers; without a tag the checkpoint before it is loaded."""
+    engine = make_engine(None, settings(stage, optimizer={"type": kind, "params": {"lr": 1e-3, **params}}))
+    for step, tag in enumerate(("older", "newer")):
+        train(engine, [step, step + 1])
+        engine.save_checkpoint(tmp_path, tag)
+    path = tmp_path / "newer" / "manifest.json"
+    whole = path.read_bytes()
+    file = json.loads(whole)["files"][0]
+    places = {one["kind"]: ("slices", number, "kind") for number, one in enumerate(file["slices"])}
+    named = {name: (table, name) for table in ("rank_tensors", "buffers") for name in file[table]}
+    for what, place in (places | named).items():
+        before = weights(engine.module)
+        if place[0] == "slices":
+            change(path.parent, "files", 0, *place, to="other")
+        else:
+            change(
+                path.parent,
+                "files",
+                0,
+                place[0],
+                to={f"{name}x"[: len(name) + (name == what)]: key for name, key in file[place[0]].items()},
+            )
+        with pytest.raises(CheckpointError, match="newer"):
+            engine.load_checkpoint(tmp_path, "newer")
+        assert equal(before, weights(engine.module)), what
+        path.write_bytes(whole)
+        engine.load_checkpoint(tmp_path, "newer")
+    change(path.parent, "files", 0, "slices", 0, "kind", to="other")
+    with pytest.warns(RuntimeWarning, match="Loading 'older'"):
+        assert engine.load_checkpoint(tmp_path)[0].endswith("older")
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_save_that_fails_is_a_warning(tmp_path, asynchronous) -> None:
     blocked = tmp_path / "file"

@@ -125,6 +125,10 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
+SLICE_KEY, RANK_KEY, BUFFER_KEY = "slice/{}/{}/{}", "rank/{}", "buffer/{}"
+"""The keys, in a rank's file, of a slice by kind, name and start, and of the rank's own tensors and buffers by name."""
+
+
 @saved(frozen=True)
 class SliceEntry:
     """Where elements `start` to `start + numel` of a parameter in one of its roles are: under `key` in `file`."""
@@ -152,6 +156,21 @@ class RankFile:
     rank_tensors: dict[Text, Text]
     buffers: dict[Text, Text]
     values: dict[Any, Any]
+
+    def check(self, name: str) -> None:
+        """Raise CheckpointError for what is in another file than that of its rank, `name`, or lies there under the key
+        of something else: it is not what it is called."""
+        if self.name != name:
+            raise CheckpointError(f"{MANIFEST} does not name one file a rank: {self.name!r} in place of {name}")
+        for one in self.slices:
+            if one.file != name:  # names from a file must not lead out of its folder
+                raise CheckpointError(f"{MANIFEST} does not name one file a rank: {one.file!r} in that of {name}")
+            if one.key != SLICE_KEY.format(one.kind, one.name, one.start):
+                raise CheckpointError(f"{MANIFEST} has {one.key!r} of {name} for {one.kind} of {one.name!r}")
+        for form, keys in ((RANK_KEY, self.rank_tensors), (BUFFER_KEY, self.buffers)):
+            for called, key in keys.items():
+                if key != form.format(called):
+                    raise CheckpointError(f"{MANIFEST} has {key!r} of {name} for {called!r}")
 
 
 @saved(frozen=True)
@@ -216,9 +235,7 @@ class Manifest:
                 f"{MANIFEST} is of {body.get('world_size')!r} ranks and has files of {manifest.world_size}"
             )
         for rank, file in enumerate(manifest.files):
-            # Names from a file must not lead out of its folder.
-            if {file.name, *(entry.file for entry in file.slices)} != {rank_file(rank)}:
-                raise CheckpointError(f"{MANIFEST} does not name one file a rank, {rank_file(rank)} for rank {rank}")
+            file.check(rank_file(rank))
         return manifest
 
     def incompleteness(self) -> str | None:

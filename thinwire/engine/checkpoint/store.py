@@ -34,8 +34,11 @@ from thinwire.engine.checkpoint.folder import (
 )
 from thinwire.engine.checkpoint.loading import LoadedCheckpoint, select
 from thinwire.engine.checkpoint.manifest import (
+    BUFFER_KEY,
     MANIFEST,
     RANK_FILE,
+    RANK_KEY,
+    SLICE_KEY,
     Manifest,
     ModelDescription,
     RankFile,
@@ -355,15 +358,15 @@ def write_rank_file(folder: Path, rank: int, snapshot: Snapshot) -> None:
     tensors: dict[str, Tensor] = {}
     entries = []
     for one in snapshot.slices:
-        key = f"slice/{one.kind}/{one.name}/{one.start}"
+        key = SLICE_KEY.format(one.kind, one.name, one.start)
         dtype = str(one.tensor.dtype).removeprefix("torch.")
         entries.append(SliceEntry(one.kind, one.name, one.start, one.tensor.numel(), dtype, name, key))
         tensors[key] = one.tensor
-    tensors |= {f"rank/{key}": tensor for key, tensor in snapshot.rank_tensors.items()}
-    rank_keys = {key: f"rank/{key}" for key in snapshot.rank_tensors}
+    tensors |= {RANK_KEY.format(key): tensor for key, tensor in snapshot.rank_tensors.items()}
+    rank_keys = {key: RANK_KEY.format(key) for key in snapshot.rank_tensors}
     buffers = snapshot.buffers if rank == 0 else {}
-    tensors |= {f"buffer/{key}": tensor for key, tensor in buffers.items()}
-    buffer_keys = {key: f"buffer/{key}" for key in buffers}
+    tensors |= {BUFFER_KEY.format(key): tensor for key, tensor in buffers.items()}
+    buffer_keys = {key: BUFFER_KEY.format(key) for key in buffers}
     size, sha256 = write_tensors(folder / name, tensors)
     file = RankFile(name, size, sha256, entries, rank_keys, buffer_keys, snapshot.rank_values)
     write_whole(receipt_in(folder, rank), json.dumps(RANK_FILE.dump_python(file)).encode())
