@@ -8,7 +8,9 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from tests.deepspeed.files.deepspeed_files import (
     write_unsharded,
 )
 from tests.deepspeed.files.test_import import check_bits, imported, make_trained, read_here
+from tests.engine.checkpoint.kill import exit_code, fork
 from tests.refusing import refused
 from thinwire.comm import threads
 from thinwire.command_line import main
@@ -45,12 +48,46 @@ def cut(path: Path, name: str) -> None:
     os.truncate(path / name, (path / name).stat().st_size // 2)
 
 
-def change(path: Path, name: str, edit: Callable[[dict], object]) -> None:
-    """Edit a file as somebody with DeepSpeed would."""
+def change(path: Path, name: str, edit: Callable[[dict], object], **options: bool) -> None:
+    """Edit a file as somebody with DeepSpeed would; `options` are torch.save's."""
     with deepspeeds_names():
         content = torch.load(path / name, weights_only=False)
         edit(content)
-        torch.save(content, path / name)
+        torch.save(content, path / name, **options)
+
+
+def flip(path: Path) -> None:
+    """Turn one bit of a tensor over."""
+    with zipfile.ZipFile(path) as archive:
+        one = max((one for one in archive.infolist() if "/data/" in one.filename), key=lambda one: one.file_size)
+    content = bytearray(path.read_bytes())
+    header = content[one.header_offset :]
+    lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    content[one.header_offset + 30 + lengths + one.file_size // 2] ^= 1
+    path.write_bytes(content)
+
+
+def compress(path: Path) -> None:
+    """Pack a file anew, as an archiver does."""
+    with zipfile.ZipFile(path) as archive:
+        entries = {one.filename: archive.read(one) for one in archive.infolist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+
+
+def replace(path: Path, name: str, target: str | None) -> None:
+    """Put a FIFO, or a link to `target`, in a file's place."""
+    (path / name).unlink()
+    if target is None:
+        os.mkfifo(path / name)
+    else:
+        (path / name).symlink_to(target)
+
+
+def repeated(value: object, times: int) -> object:
+    """Ten of ten of ten of the same."""
+    return value if not times else [repeated(value, times - 1)] * 10
 
 
 def of_another_run(path: Path) -> None:
@@ -81,6 +118,21 @@ FAULTS = {
     "cut short": (lambda path: cut(path, SECOND), f"{SECOND} cannot be read"),
     "no pickle": (lambda path: (path / SECOND).write_bytes(b"nothing"), f"{SECOND} cannot be read"),
     "a folder": (lambda path: (remove(path, SECOND), (path / SECOND).mkdir()), f"{SECOND} cannot be read"),
+    "compressed": (lambda path: compress(path / SECOND), f"{SECOND} cannot be read: .*data.pkl is compressed: another"),
+    "a FIFO": (lambda path: replace(path, MODEL, None), f"{MODEL} cannot be read: .*is not a file"),
+    "an endless device": (lambda path: replace(path, SECOND, "/dev/zero"), f"{SECOND} cannot be read: .*is not a file"),
+    "an element expanded": (
+        lambda path: change(path, MODEL, lambda it: it.update(mine=torch.ones(1).expand(500_000_000))),
+        f"{MODEL} cannot be read: .*more than 10 times the file's size",
+    ),
+    "the same list again and again": (
+        lambda path: change(path, MODEL, lambda it: it.update(mine=repeated("text", 8))),
+        f"{MODEL} cannot be read: .*more than 10 times the file's size",
+    ),
+    "a number of a million bits": (
+        lambda path: change(path, MODEL, lambda it: it.update(mine=1 << 1_000_000)),
+        f"{MODEL} cannot be read: .*what is not read from such files: Unsupported operand",
+    ),
     "another run's": (of_another_run, "has other values in the model's file than in the optimizer files"),
     "tensor parallel": (
         lambda path: shutil.copy(path / MODEL, path / "mp_rank_01_model_states.pt"),
@@ -126,7 +178,72 @@ def test_what_is_wrong_is_named(tmp_path, fault: str) -> None:
     damage, message = FAULTS[fault]
     damage(path)
     refused(CheckpointError, message, imported, tmp_path / "in")
-    assert not list((tmp_path / "imported").glob("*")), "nothing is left behind"
+    check_nothing_is_left(tmp_path / "imported")
+
+
+def check_nothing_is_left(folder: Path) -> None:
+    """Nothing but the folder's lock."""
+    assert not folder.exists() or [path.name for path in folder.iterdir()] in ([], [".lock"])
+
+
+WRITES = {
+    "stage 0": write_unsharded,
+    "stage 1": partial(write_sharded, stage=1, world=2),
+    "stage 2": partial(write_sharded, stage=2, world=2),
+    "stage 3": partial(write_sharded, stage=3, world=2),
+    "universal": partial(write_universal, stage=1),
+    "universal of stage 3": partial(write_universal, stage=3),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_one_bit_of_any_file_is_noticed(tmp_path, write: str) -> None:
+    path = WRITES[write](tmp_path / "in", make_trained(0, frozen=write != "stage 0"))
+    by_name = {one.name: one for one in path.rglob("*.pt") if one.stem != "optimizer_state"}  # which has no tensors
+    for file in by_name.values():
+        whole = file.read_bytes()
+        flip(file)
+        refused(CheckpointError, rf"{re.escape(file.name)} cannot be read: .*Bad CRC-32", imported, tmp_path / "in")
+        file.write_bytes(whole)
+    check_nothing_is_left(tmp_path / "imported")
+    imported(tmp_path / "in")
+
+
+@pytest.mark.parametrize("form", ["no zip file", "no checksums"])
+def test_files_without_checksums_are_told(tmp_path, form: str) -> None:
+    trained = make_trained(0)
+    path = write_sharded(tmp_path / "in", trained, 2, 2)
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(form == "no zip file")
+    change(path, SECOND, lambda it: it, _use_new_zipfile_serialization=form != "no zip file")
+    torch.serialization.set_crc32_options(before)
+    with pytest.warns(RuntimeWarning, match=f"{SECOND} was saved without checksums, as 1 of 3 files"):
+        imported(tmp_path / "in")
+    check_bits(tmp_path / "imported", trained, torch.float32)
+
+
+def test_what_a_killed_import_has_left_is_removed_by_the_next(tmp_path) -> None:
+    """And what another one is at work on stays."""
+    write_sharded(tmp_path / "in", make_trained(0), 1, 1)
+
+    def killed() -> None:
+        import_checkpoint(tmp_path / "in", tmp_path / "imported", read=lambda *_: os._exit(9))
+
+    assert exit_code(fork(killed)) == 9
+    (left,) = (path.name for path in (tmp_path / "imported").iterdir() if path.name != ".lock")
+    names: list[set[str]] = []
+
+    def read(files: Sequence[Path], folder: Path) -> list[object]:
+        if len(names) < 2:
+            names.append({path.name for path in folder.parents[1].iterdir()} - {".lock"})
+            import_checkpoint(tmp_path / "in", tmp_path / "imported", read=read)
+        return read_here(files, folder)
+
+    import_checkpoint(tmp_path / "in", tmp_path / "imported", read=read)
+    first, second = names
+    assert left not in first
+    assert first < second
+    assert {path.name for path in (tmp_path / "imported").iterdir()} == {".lock", "global_step4", "latest"}
 
 
 def test_stage_3_needs_every_model_file(tmp_path) -> None:
@@ -210,7 +327,7 @@ def test_a_pickle_cannot_run_anything(tmp_path, capsys) -> None:
     assert "posix" in complaint
     assert "weights_only" not in complaint
     assert not (tmp_path / "sprung").exists()
-    assert not list(output.glob("*"))
+    check_nothing_is_left(output)
 
 
 class Stranger:

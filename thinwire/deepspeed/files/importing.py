@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,14 @@ from thinwire.deepspeed.files.pickles import Reader, Record, read_apart
 from thinwire.deepspeed.files.sharded_state import read_sharded, read_universal, stage_of, universal_files
 from thinwire.deepspeed.files.unsharded_state import read_unsharded
 from thinwire.engine.checkpoint.client_state import ClientState, pack_client_state
+from thinwire.engine.checkpoint.folder import CheckpointFolder
 from thinwire.engine.checkpoint.manifest import first_fault
 from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
 from thinwire.engine.errors import CheckpointError, UsageError, printable
 from thinwire.engine.saved_job import SavedJob
 
 _ALONE_SECONDS = 3600.0
+_WORK = "import"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -73,15 +76,15 @@ def import_checkpoint(
     source = find_tag(folder, tag)
     if folder.absolute() == output.absolute():
         raise UsageError(f"{output} holds the checkpoint that is imported: give another folder with --output")
-    output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".import.", dir=output) as work:
-        files = find_files(source)
-        model, state = _read(files, Path(work), read, weights_only)
+    files = find_files(source)
+    with _work_folder(output) as (work, problems):
+        model, state = _read(files, work, read, weights_only)
         try:
             imported, snapshot = _snapshot(model, state, optimizer, scheduler, weights_only)
         except ValidationError as error:
             raise CheckpointError(f"{source} holds values that no job goes on from: {first_fault(error)}") from None
         imported.path = output / source.name
+        imported.notes += problems
         store = CheckpointStore(output, threads.single(_ALONE_SECONDS))
         try:
             saved = store.save(source.name, snapshot)
@@ -90,6 +93,19 @@ def import_checkpoint(
         if not saved:
             raise CheckpointError(f"{imported.path} could not be written: a warning above says why")
     return imported
+
+
+@contextmanager
+def _work_folder(output: Path) -> Iterator[tuple[Path, list[str]]]:
+    """A folder in `output` until the end, and what could not be cleared up there. As a save's own it is told from one
+    that was killed, which the next import or save removes."""
+    folder, nonce = CheckpointFolder(output), secrets.token_hex(4)
+    claim, problems = folder.prepare(_WORK, nonce, _ALONE_SECONDS)
+    try:
+        yield folder.hidden(_WORK, nonce), problems
+    finally:
+        claim.release()
+        folder.discard(_WORK, nonce)
 
 
 def _read(files: DeepSpeedFiles, work: Path, read: Reader, weights_only: bool) -> tuple[ModelFiles, OptimizerState]:

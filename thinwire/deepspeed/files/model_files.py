@@ -89,8 +89,10 @@ def _latest(folder: Path, tags: list[str]) -> str:
     for name in _LATEST:
         try:
             return read_file(folder / name, _LONGEST_POINTER).decode(errors="backslashreplace").strip()
-        except OSError:
+        except FileNotFoundError:
             continue
+        except OSError as error:
+            raise UsageError(f"{folder / name} cannot be read, {error}: say which with --tag") from error
     raise UsageError(f"{folder / _LATEST[0]} cannot be read: say which with --tag, of {', '.join(tags)}")
 
 

@@ -4,6 +4,9 @@ tensors.
 `python -m` runs this module with a line of JSON, the folder to write to and the files to read. It answers with a line
 for each file: the tree of its values, with the safetensors file of its tensors, or what is wrong with it. Records
 stand in for the classes that the files name: they keep what they were given and do nothing.
+
+Every byte is compared with the file's checksums, which torch does not look at. What a file makes of itself, in memory
+and on the disk, is bounded by its size.
 """
 
 from __future__ import annotations
@@ -12,13 +15,15 @@ import json
 import math
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -122,7 +127,11 @@ def stand_ins() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
     return list(pairs)
 
 
+_READ_BYTES = 1 << 20
+_MOST_MEMORY_TIMES, _LEAST_MEMORY = 16, 1 << 30
 _DEEPEST = 100
+# Values and tensors that several names share are written under each; nothing honest repeats itself more often.
+_MOST_TIMES, _FEW_BYTES, _BYTES_OF_A_VALUE = 10, 1 << 20, 8
 
 
 class Unreadable:
@@ -132,28 +141,57 @@ class Unreadable:
         self.kind = kind
 
 
-def encode(value: Any, key_of: Callable[[Tensor], str], depth: int = 0) -> Any:
-    """`value` as JSON can hold it; `key_of` keeps a tensor and says under which key. Raises ValueError for a value that
-    is nested too deep for the reader."""
-    if depth > _DEEPEST:
-        raise ValueError(f"its values are nested more than {_DEEPEST} deep")
+class Encoder:
+    """Puts the values of a file of `size` bytes into a form that JSON can hold, and its `tensors` aside, by keys.
 
-    def inner(one: Any) -> Any:
-        return encode(one, key_of, depth + 1)
+    Raises ValueError for values that are nested too deep for the reader, or come to many times the file's size: one
+    element expanded to a billion, or lists of the same list of the same list.
+    """
 
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor):
-        return {"tensor": key_of(value)}
-    if isinstance(value, Array):
-        return {"tensor": key_of(value.value)}
-    if isinstance(value, Mapping):
-        return {"dict": [[inner(key), inner(one)] for key, one in value.items()]}
-    if isinstance(value, list | tuple | set):
-        return {"tuple" if isinstance(value, tuple) else "list": [inner(one) for one in value]}
-    if isinstance(value, Record):
-        return {"record": [inner(list(value.args)), inner(value.fields)]}
-    return {"unreadable": str(value) if isinstance(value, torch.dtype) else type(value).__name__}
+    def __init__(self, size: int) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._known: dict[tuple[Any, ...], str] = {}
+        self._left = _MOST_TIMES * size + _FEW_BYTES
+
+    def encode(self, value: Any, depth: int = 0) -> Any:
+        """The form of one value."""
+        if depth > _DEEPEST:
+            raise ValueError(f"its values are nested more than {_DEEPEST} deep")
+
+        def inner(one: Any) -> Any:
+            return self.encode(one, depth + 1)
+
+        self._take(_BYTES_OF_A_VALUE + (len(value) if isinstance(value, str) else 0))
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, Tensor | Array):
+            return {"tensor": self._key_of(value if isinstance(value, Tensor) else value.value)}
+        if isinstance(value, Mapping):
+            return {"dict": [[inner(key), inner(one)] for key, one in value.items()]}
+        if isinstance(value, list | tuple | set):
+            return {"tuple" if isinstance(value, tuple) else "list": [inner(one) for one in value]}
+        if isinstance(value, Record):
+            return {"record": [inner(list(value.args)), inner(value.fields)]}
+        return {"unreadable": str(value) if isinstance(value, torch.dtype) else type(value).__name__}
+
+    def _key_of(self, tensor: Tensor) -> str:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+            what = f"layout {tensor.layout} on {tensor.device}"
+            raise ValueError(f"it holds a tensor of {what}, which no checkpoint here can hold")
+        self._take(tensor.numel() * tensor.itemsize)
+        place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        new = str(len(self.tensors))
+        key = self._known.setdefault(place, new) if tensor.numel() else new
+        self.tensors.setdefault(key, tensor.detach())
+        return key
+
+    def _take(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise ValueError(
+                f"its values come to more than {_MOST_TIMES} times the file's size: a tensor is expanded, or the same "
+                "value is there again and again"
+            )
 
 
 def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -176,36 +214,56 @@ def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def read_pickle(path: Path, output: Path) -> dict[str, Any]:
-    """Write a pickle's tensors to `output`; {"tree"} of its values, or {"fault"}, what is wrong with it."""
-    kept: dict[str, Tensor] = {}
-    known: dict[tuple[Any, ...], str] = {}
-
-    def key_of(tensor: Tensor) -> str:
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            raise ValueError(f"it holds a tensor of layout {tensor.layout}, which no checkpoint here can hold")
-        place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        key = known.setdefault(place, str(len(kept))) if tensor.numel() else str(len(kept))
-        kept.setdefault(key, tensor.detach())
-        return key
-
+    """Write a pickle's tensors to `output`; {"tree"} of its values and whether the file has checksums, "checked", or
+    {"fault"}, what is wrong with it."""
     try:
-        tree = encode(_load(path), key_of)
+        with os.fdopen(open_file(path), "rb") as file:
+            encoder = Encoder(os.fstat(file.fileno()).st_size)
+            is_archive = zipfile.is_zipfile(file)
+            checked = is_archive and _verify(file)
+        tree = encoder.encode(_load(path, is_archive))
     except pickle.UnpicklingError as error:
         return {"fault": _refused(str(error))}
     except Exception as error:  # whatever a file can bring a loader to
         return {"fault": _first_line(error)}
     try:
-        write_tensors(output, kept)
+        write_tensors(output, encoder.tensors)
     except (OSError, KeyError) as error:
         return {"fault": f"its tensors could not be written to {output.parent}: {_first_line(error)}"}
-    return {"tree": tree}
+    return {"tree": tree, "checked": checked}
 
 
-def _load(path: Path) -> Any:
+def _verify(file: BinaryIO) -> bool:
+    """Read every byte of a zip file, and compare it with the checksums; whether there are any: torch can save without.
+
+    Raises ValueError or BadZipFile for what torch.save has not written so.
+    """
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+        for one in entries:
+            if one.compress_type != zipfile.ZIP_STORED or one.file_size != one.compress_size:
+                raise ValueError(
+                    f"its entry {one.filename} is compressed: another program than torch has packed it. Load it in "
+                    "torch, and save it again"
+                )
+        if len({one.filename for one in entries}) < len(entries):
+            raise ValueError("two of its entries have the same name")
+        if sum(one.file_size for one in entries) > os.fstat(file.fileno()).st_size:
+            raise ValueError("its entries are longer than the file")
+        if not any(one.CRC for one in entries):
+            return False
+        for one in entries:
+            with archive.open(one) as content:
+                while content.read(_READ_BYTES):
+                    pass
+    return True
+
+
+def _load(path: Path, is_archive: bool) -> Any:
     with torch.serialization.safe_globals(stand_ins()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of old forms of storage
         # From a map of the file: a tensor needs memory when it is written, and one at a time.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
 
 
 def _first_line(error: Exception) -> str:
@@ -222,15 +280,26 @@ def _refused(message: str) -> str:
                 f"it holds a {name}, which is not among the classes that are read from such files. Save again without "
                 "it, or ask for it to be added"
             )
-    return f"it is no file of torch.save, or it is damaged: {message.splitlines()[0] if message else ''}"
+    why = (message.rpartition("WeightsUnpickler error:")[2].strip().splitlines() or [""])[0]
+    return f"it is no file of torch.save, it is damaged, or it holds what is not read from such files: {why}"
 
 
 def main() -> None:
     """Answer the request on standard input."""
     request = json.loads(sys.stdin.readline())
     for number, path in enumerate(request["files"]):
+        _limit_memory(path)
         output = Path(request["folder"]) / f"{number}.safetensors"
         print(json.dumps({**read_pickle(Path(path), output), "tensors": str(output)}), flush=True)
+
+
+def _limit_memory(path: str) -> None:
+    """Bound the memory that reading this file may take beside what the process has: Linux alone can."""
+    with suppress(OSError, ValueError, IndexError):
+        (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmData"))
+        most = (int(line.split()[1]) << 10) + _MOST_MEMORY_TIMES * os.stat(path).st_size + _LEAST_MEMORY
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 Reader = Callable[[Sequence[Path], Path], list[Any]]
@@ -264,10 +333,18 @@ def read_apart(files: Sequence[Path], folder: Path) -> list[Any]:
 
 
 def take_answers(files: Sequence[Path], answers: Sequence[dict[str, Any]]) -> list[Any]:
-    """The values that each answer of the reading process tells of. Raises CheckpointError for one that is a fault."""
+    """The values that each answer of the reading process tells of. Raises CheckpointError for one that is a fault, and
+    warns of files without checksums."""
     for path, answer in zip(files, answers, strict=True):
         if "fault" in answer:
             raise CheckpointError(f"{path} cannot be read: {answer['fault']}")
+    if unchecked := [path for path, answer in zip(files, answers, strict=True) if not answer["checked"]]:
+        warnings.warn(
+            f"{unchecked[0]} was saved without checksums, as {len(unchecked)} of {len(files)} files: damage in them is "
+            "not seen",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return [decode(answer["tree"], _mapped(Path(answer["tensors"]))) for answer in answers]
 
 

@@ -5,6 +5,7 @@ Stages 1 to 3 have every rank's runs of flat groups; a universal checkpoint has 
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -233,10 +234,10 @@ def universal_files(model: ModelFiles, folder: Path) -> dict[tuple[str, str], Pa
     for group in model.groups or ():
         for name in group:
             own = folder / name
-            if "/" in name or not (own / f"{_WEIGHTS}.pt").is_file():
+            if "/" in name or not os.path.lexists(own / f"{_WEIGHTS}.pt"):
                 raise CheckpointError(f"{own / _WEIGHTS}.pt is missing: the universal checkpoint is not whole")
             files |= {(name, path.stem): path for path in sorted(own.glob("*.pt"))}
-    if (folder / _COMMON).is_file():
+    if os.path.lexists(folder / _COMMON):
         files["", ""] = folder / _COMMON
     return files
 
