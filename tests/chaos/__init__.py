@@ -25,6 +25,7 @@ HARNESSES = {
     "folders": Harness("checkpoints.folders", 600, 12),
     "packets": Harness("packets.run", 12_000, 300),
     "configs": Harness("configs.run", 2000, 200),
+    "config_texts": Harness("configs.texts", 1000, 60),
     "mismatches": Harness("mismatches.run", 750, 12),
     "gradients": Harness("training.gradients", 400, 14),
     "drift": Harness("training.drift", 5000, 25),

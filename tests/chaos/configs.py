@@ -1,15 +1,18 @@
 """Configurations that somebody has damaged: each loads, or is a ConfigError that is short and names a key.
 
 Valid configurations of every optimizer, schedule and layout are mutated, as objects and as the text of a file. The
-seed decides everything.
+seed decides everything. A text that is strict JSON loads as the object that this is, or not, and none takes long.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import math
+import os
 import random
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +22,8 @@ from tests.chaos.harness import Outcome, Trial, over_seeds
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
 
 _LONGEST_MESSAGE = 4000
+_LONGEST_SECONDS = 10.0  # ten times what any takes; what grows as the square of its length takes hours
+_LARGEST_FILE = 1 << 20
 _RANKS = (1, 2, 3, 8)
 
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -74,6 +79,16 @@ def run(count: int, seed: int) -> Outcome:
     return over_seeds(trials(), count, seed)
 
 
+def texts(count: int, seed: int) -> Outcome:
+    return over_seeds(texts_trials(), count, seed)
+
+
+@contextmanager
+def texts_trials() -> Iterator[Trial]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield lambda seed: filter(None, [_try_text(random.Random(seed), Path(folder, "config.json"))])
+
+
 @contextmanager
 def trials() -> Iterator[Trial]:
     with tempfile.TemporaryDirectory() as folder:
@@ -119,6 +134,59 @@ def _fault_of_loaded(config: EngineConfig, ranks: int) -> str | None:
     except Exception as error:
         return f"loaded, and then {type(error).__name__}: {str(error)[:100]}"
     return None if again == config else "loaded as another configuration the second time"
+
+
+def _try_text(generator: random.Random, path: Path) -> str | None:
+    content = json.dumps(_valid(generator), indent=generator.choice([None, 1])).encode()
+    for _ in range(generator.randint(1, 4)):
+        content = _edit(content, generator)
+    path.unlink(missing_ok=True)
+    if generator.random() < 0.02:
+        os.mkfifo(path)
+        content = b""
+    else:
+        path.write_bytes(content)
+    begin = time.perf_counter()
+    config, message = _outcome(path)
+    if (seconds := time.perf_counter() - begin) > _LONGEST_SECONDS:
+        return f"{len(content)} bytes take {seconds:.0f} s: {content[:60]!r}"
+    if len(message) > _LONGEST_MESSAGE or not (config or str(path) in message):
+        return f"a message of {len(message)} characters: {message[:60]}"
+    if config is not None and (fault := _fault_of_loaded(config, 1)):
+        return fault
+    try:
+        strict = _strict(content)
+    except (ValueError, RecursionError):
+        return None
+    if len(content) > _LARGEST_FILE or config == (alone := _outcome(strict))[0]:
+        return None
+    return f"as a file: {config or message[:200]}; as a dict: {alone[0] or alone[1][:200]}"
+
+
+def _outcome(source: Any) -> tuple[EngineConfig | None, str]:
+    try:
+        return load_config(source, 1), ""
+    except ConfigError as error:
+        return None, str(error)
+
+
+def _strict(content: bytes) -> Any:
+    """What JSON alone reads: each name once, and finite numbers. Raises ValueError."""
+
+    def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(tree := dict(pairs)) < len(pairs):
+            raise ValueError("a name is there twice")
+        return tree
+
+    def finite(text: str) -> float:
+        if not math.isfinite(number := float(text)):
+            raise ValueError("an infinite number")
+        return number
+
+    read = json.loads(content.decode(), object_pairs_hook=each_once, parse_float=finite, parse_constant=finite)
+    if not isinstance(read, dict):
+        raise ValueError("no object")
+    return read
 
 
 # What is damaged
@@ -220,3 +288,29 @@ def _damage_text(text: str, generator: random.Random) -> bytes:
     return text.replace(
         '"', generator.choice(["'", '""', '"\\ud800', '"\\u0000']), generator.choice([1, 2, -1])
     ).encode()
+
+
+_PIECES = (*b" \t\r\n\"'\\{}[],:#/*-+.eE019a", 0, 0x1B, 0x80, 0xFF)
+_MORE_PIECES = (
+    *(b"//", b"/*", b"*/", b"'''", b"\\u0000", b"\\ud800", b"\xef\xbb\xbf", b"\xe2\x80\xa8", b"1e400", b"NaN", b"auto"),
+    *(b"true", b"null", b'"seed": 1,', b'{"a": ', b'"type": ', b"1e-400", b"5e8", b"0x1", b"#\n", b": [", b", "),
+)
+
+
+def _edit(content: bytes, generator: random.Random) -> bytes:
+    """One edit of bytes, as hands, copies and broken disks make them."""
+    first, last = sorted(generator.randrange(len(content) + 1) for _ in range(2))
+    last = min(last, first + generator.choice([1, 3, 20, 500]))
+    piece = generator.choice([bytes([generator.choice(_PIECES)]), generator.choice(_MORE_PIECES)])
+    many = generator.choice([1, 1, 1, 2, 40, 5000, 1 << 16, 1 << 19])
+    inside = generator.choice(
+        [
+            b"",
+            content[first:last] * 2,
+            piece + content[first:last],
+            piece * (many // len(piece) + 1),
+            content[first:last] * (many // (last - first + 1) + 1),
+            generator.randbytes(generator.randint(1, 8)),
+        ]
+    )
+    return content[:first] + inside + content[last:]

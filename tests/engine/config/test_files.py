@@ -4,13 +4,14 @@ briefly."""
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.config.test_values import WITHOUT_AUTO, refusal
-from thinwire.engine.config import ConfigError, load_config
+from thinwire.engine.config import ConfigError, errors, load_config
 
 
 def told_of(path: Path, text: str | bytes, world_size: int = 1) -> str:
@@ -55,14 +56,17 @@ def test_files_that_are_no_configuration(tmp_path: Path, text: str | bytes, mess
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
-    large = tmp_path / "large.json"
+    large, pipe = tmp_path / "large.json", tmp_path / "pipe.json"
     with large.open("wb") as file:
-        file.truncate((16 << 20) + 1)
+        file.truncate((1 << 20) + 1)
+    os.mkfifo(pipe)
     sources: list[tuple[Any, str]] = [
         (tmp_path / "missing.json", "missing.json: cannot be read: No such file"),
-        (tmp_path, "cannot be read"),
+        (tmp_path, "cannot be read: it is a folder"),
+        (pipe, "cannot be read: it is a folder, a pipe or a device. Give the path of a file"),
+        ("/dev/zero", "cannot be read: it is a folder, a pipe or a device"),
         ("null\0character", "cannot be read"),
-        (large, "is larger than 16 MiB"),
+        (large, "is larger than 1 MiB"),
         *((source, "the path of a JSON file or a dict") for source in (None, 3, ["a"], b"config.json")),
     ]
     for source, message in sources:
@@ -187,7 +191,59 @@ def test_a_long_value_is_not_echoed(tmp_path: Path, length: int) -> None:
 def test_many_problems_are_not_all_told() -> None:
     message = refusal(**{f"unknown_{number}": 1 for number in range(100)})
     assert "has 100 problems" in message
-    assert "and 80 more" in message
+    assert f"and {101 - message.count(chr(10))} more" in message
+    assert len(message) < 4000
+
+
+def test_time_grows_as_the_length_of_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its square would be an hour each."""
+    long, path = 1 << 19, tmp_path / "long.json"
+    for text, message in (
+        ('{"seed": a' + " " * long + "b 'c'}", "line 1 column 10"),
+        ("a" + " " * long + "b", "must hold a JSON object"),
+        ('{"seed": ' + "9" * long + "}", '"seed" must be a number of at most 64 bits'),
+        ('{"optimizer": {"type": ["SGD"' + ", 1" * (long // 3) + "]}}", '"optimizer.type" has 174,763 entries'),
+    ):
+        assert message in told_of(path, text)
+    compared = []
+    monkeypatch.setattr(errors, "_ratio", lambda name, _: compared.append(name) or 0.0)
+    unknown = {f"unknown_{number}": 1 for number in range(4000)}
+    assert "has 4000 problems" in refusal(**unknown)
+    assert "has 4000 problems" in refusal(optimizer={"type": "SGD", "params": unknown})
+    assert "is no collective" in refusal(comms_logger={"prof_ops": list(unknown)})
+    assert len(set(compared)) <= 3 * 20
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "1" + "0" * 400 + ".5", "1" * 400 + "e0"])
+@pytest.mark.parametrize("key", ["steps_per_print", "gradient_clipping", "allgather_size", "zero_optimization.stage"])
+def test_a_number_that_is_infinite_is_told_by_its_key(tmp_path: Path, key: str, number: str) -> None:
+    outer, _, inner = key.rpartition(".")
+    text = f'{{"{outer}": {{"{inner}": {number}}}}}' if outer else f'{{"{inner}":\n[{number}]}}'
+    assert f'"{inner}" is "{number[:70]}' in (told := told_of(tmp_path / "infinite.json", text))
+    assert f"at line {1 if outer else 2}: it must be a number, and the largest is 1.8e+308" in told
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\ud800", "half \udfff"])
+def test_what_is_no_text_is_told_by_its_key(text: str) -> None:
+    assert '"csv_monitor.output_path" must be text' in refusal(csv_monitor={"enabled": True, "output_path": text})
+    assert "must be text" in refusal(csv_monitor={text: 1})
+    assert '"comms_logger.prof_ops" must be text' in refusal(comms_logger={"prof_ops": [text]})
+
+
+def test_errors_are_short_and_printable() -> None:
+    kind = "\x1b[31m\n- and 3 more\n" + "A" * 1_000_000
+    for keys, count in (
+        ({"optimizer": {"type": kind}, "thinwire": {"resync_interval": 9}}, 2),
+        ({"fp16": {kind: 1}, kind: 1}, 2),
+    ):
+        told = refusal(**keys)
+        assert len(told) < 4000
+        assert "\x1b" not in told
+        assert told.count("\n- ") == count
+    with pytest.raises(ConfigError) as caught:
+        load_config(kind, 1)
+    assert len(str(caught.value)) < 1000
+    assert "\x1b" not in str(caught.value)
 
 
 @pytest.mark.parametrize("collection", [range(3), {1, 2}, {"a": 1}.keys(), iter([1])])

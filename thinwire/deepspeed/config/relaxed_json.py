@@ -8,7 +8,9 @@ Hjson would take as its text, and none goes over several lines.
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +22,7 @@ _COMMENT = re.compile(r"(?:#|//)[^\n]*|/\*.*?\*/", re.DOTALL)
 _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'')
 _NAME = re.compile(r"[^\s,:\[\]{}'\"#]+")
 _REST_OF_LINE = re.compile(r"[^\n]*")
-_PLAIN = re.compile(r"[^,\[\]{}'\"#\n]*?(?=[ \t\r]*(?:[,\]}#\n]|//|/\*|\Z))")
+_PLAIN = re.compile(r"(?:(?!//|/\*)[^,\[\]{}'\"#\n])*")
 _WHOLE = re.compile(r"-?(?:0|[1-9][0-9]*)\Z")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?\Z")
 _MOST_DIGITS = 1000
@@ -33,10 +35,10 @@ class NotReadableError(ValueError):
 
 
 def read_relaxed_json(text: str) -> Any:
-    """The content of `text`. Braces around it all may be missing.
+    """The content of `text`, in time that grows as its length. Braces around it all may be missing.
 
-    Raises NotReadableError with line and column, also where a name stands twice in an object or the nesting is deeper
-    than any configuration's.
+    Raises NotReadableError with line and column, also where a name stands twice in an object, the nesting is deeper
+    than any configuration's, or a number is beyond those of 64 bits.
     """
     return _Reader(text).read()
 
@@ -45,7 +47,7 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
-        self._top_name = ""
+        self._top_name = self._name = ""
 
     def read(self) -> Any:
         self._skip()
@@ -88,6 +90,7 @@ class _Reader:
                 raise self._error(f"a colon must follow the name {shown(name)}")
             self._at += 1
             self._skip()
+            self._name = name
             value = self._value(depth + 1)
             if name in tree:
                 raise NotReadableError(
@@ -140,14 +143,21 @@ class _Reader:
         """A number, true, false, null, or a string without quotes."""
         begin = self._at
         found = _PLAIN.match(self._text, begin)
-        token = found[0] if found is not None else ""
+        assert found is not None, "it matches nothing, too"
+        ends = self._text[found.end() : found.end() + 1] not in tuple("[{'\"")
+        token = found[0].rstrip(" \t\r") if ends else ""
         self._at = begin + len(token)
         if token in _WORDS:
             return _WORDS[token]
         if _WHOLE.match(token):
-            return _whole(token)
+            return int(token[:_MOST_DIGITS])  # is refused by its name, however many digits there are
         if _NUMBER.match(token):
-            return float(token)
+            if math.isinf(number := float(token)):
+                raise NotReadableError(
+                    f"{shown(self._name)} is {shown(token)}, at line {self._line()}: it must be a number, and the "
+                    f"largest is {sys.float_info.max:.3g}"
+                )
+            return number
         if token in _NO_NUMBERS:
             raise self._error(f"{token} is not JSON: write a number")
         line = _REST_OF_LINE.match(self._text, begin)
@@ -192,11 +202,3 @@ class _Reader:
     def _error(self, message: str) -> NotReadableError:
         column = self._at - (self._text.rfind("\n", 0, self._at) + 1) + 1
         return NotReadableError(f"is not JSON, at line {self._line()} column {column}: {message}")
-
-
-def _whole(token: str) -> int:
-    """A whole number; of one with thousands of digits, which Python refuses to read, the first ones and the length."""
-    begin = int(token[:_MOST_DIGITS])
-    for _ in range(len(token) - _MOST_DIGITS):
-        begin *= 10
-    return begin

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.deepspeed.parameters.gathering import GatheredParameters
 from thinwire.deepspeed.parameters.marks import Cutting, ParameterShard, shard_of
+from thinwire.engine.config.loading import read_json_object
 from thinwire.zero.fsdp import is_sharded, join_process_group
 from thinwire.zero.memory import with_subclasses
 
@@ -218,10 +218,7 @@ def _read(config: Any) -> Mapping[str, Any]:
     if config is None:
         return {}
     if isinstance(config, str | os.PathLike):
-        try:
-            config = json.loads(Path(config).read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"zero.Init: {config} is no plain JSON ({error}): pass it as a dict") from error
+        return read_json_object(Path(config))
     if not isinstance(config, Mapping):
         raise ValueError(f"zero.Init: config is a dict or the path of a JSON file, got {type(config).__name__}")
     return config

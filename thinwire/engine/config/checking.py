@@ -47,8 +47,8 @@ def check_file(path: Path, world_size: int | None) -> int:
         config = load_config(tree, ranks)
     except ConfigError as error:
         print(printable(f"{path} cannot train:"))
-        for problem in error.problems:
-            print(printable(f"- {problem}" if problem.endswith(("?", ".")) else f"- {problem}."))
+        for problem in error.told:
+            print(f"- {problem}" if problem.endswith(("?", ".")) else f"- {problem}.")
         return 1
     print(printable(f"{path} can train:"))
     for sentence in left_open:

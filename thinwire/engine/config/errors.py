@@ -16,6 +16,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from thinwire.engine.errors import printable
+
 AUTO = frozenset(
     {
         "train_batch_size",
@@ -40,21 +42,32 @@ _PLURALS = {int: "whole numbers", float: "numbers", str: "strings"}
 _LEAST_SIMILARITY = 0.6
 _LONGEST_VALUE = 80
 _LONGEST_REASON = 500
-_MOST_PROBLEMS = 20
+_LONGEST_PROBLEM = 1000
+_LONGEST_LIST = 3 * _LONGEST_PROBLEM
+
+MOST_PROBLEMS = 20
+"""So many are told in whole sentences, which take time to find; of others only the number is."""
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot work. `problems` holds one sentence for each thing that is wrong with it."""
+    """A configuration that cannot work. `problems` holds one sentence for each thing that is wrong with it, `told` as
+    many of them as a message has room for: of 4,000 characters at most, whatever a file holds, and all printable."""
 
     def __init__(self, problems: str | Sequence[str], source: str = "the configuration") -> None:
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        self.told: list[str] = []
+        for one in self.problems[:MOST_PROBLEMS]:
+            one = _in_one_line(one, _LONGEST_PROBLEM)
+            if self.told and sum(map(len, self.told)) + len(one) > _LONGEST_LIST:
+                break
+            self.told.append(one)
+        source = _in_one_line(source, _LONGEST_REASON)
+        if more := len(self.problems) - len(self.told):
+            self.told.append(f"and {more} more")
         if len(self.problems) == 1:
-            message = f"{source}: {self.problems[0]}"
+            message = f"{source}: {self.told[0]}"
         else:
-            told = [f"\n- {one}" for one in self.problems[:_MOST_PROBLEMS]]
-            more = len(self.problems) - len(told)
-            rest = f"\n- and {more} more" if more else ""
-            message = f"{source} has {len(self.problems)} problems:" + "".join(told) + rest
+            message = f"{source} has {len(self.problems)} problems:" + "".join(f"\n- {one}" for one in self.told)
         super().__init__(message)
 
 
@@ -77,7 +90,8 @@ def validated(
         reader = _Reader(model, tree, path, owner, unlisted)
         # One for each field: a long list has an error for each entry.
         first = {reader.field_of(detail): detail for detail in reversed(error.errors(include_url=False))}
-        problems += [reader.sentence(detail) for detail in reversed(first.values())]
+        for detail in reversed(first.values()):
+            problems.append(reader.sentence(detail) if len(problems) < MOST_PROBLEMS else detail["msg"])
         return None
 
 
@@ -253,6 +267,10 @@ def did_you_mean(name: str, known: Sequence[str], unlisted: Iterable[str] = ()) 
 
 def _shortened(text: str, longest: int = _LONGEST_VALUE) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def _in_one_line(text: str, longest: int) -> str:
+    return _shortened(printable(_shortened(text, longest)).replace("\n", "\\n"), longest)
 
 
 def _representation(value: Any) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from thinwire.engine.checkpoint.files import NotAFileError, open_file
 from thinwire.engine.config.errors import AUTO, ConfigError, dotted, left_auto, section_of, shown, validated
 from thinwire.engine.config.models import EngineConfig, Remarks
 from thinwire.engine.config.rules import (
@@ -30,7 +32,10 @@ from thinwire.optim.settings import LARGEST_NUMBER
 DEEPEST = 16
 """Objects and lists inside one another; a configuration has four."""
 
-_LARGEST_FILE = 16 << 20
+_LARGEST_FILE = 1 << 20
+_MOST_ENTRIES = 1 << 16
+_MOST_BITS_SHOWN = 160
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 # "auto" is a value like others there.
 _AUTO_VALUES = ("progressive_layer_drop.gamma", "optimizer.params", "scheduler.params", "sparse_attention")
 
@@ -67,8 +72,8 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | EngineConfi
 def read_json_object(path: Path) -> Mapping[str, Any]:
     """The object that the file holds.
 
-    Raises ConfigError for a file that cannot be read, is larger than 16 MiB, is not JSON, nests too deeply, or holds
-    something else than an object.
+    Raises ConfigError for a file that cannot be read, is larger than 1 MiB, is not JSON, nests too deeply, or holds
+    something else than an object. A FIFO or a device is no file, and not waited for.
     """
     dialect = _dialect()
     try:
@@ -91,8 +96,8 @@ def respelled(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
 
 
 def check_limits(tree: Mapping[Any, Any], source: str) -> None:
-    """Raise ConfigError, naming the key, for a value of `tree` that is nested too deeply, too large a number, or
-    another collection than a list: what reads it later would fail on it without naming the key."""
+    """Raise ConfigError, naming the key, for a value of `tree` that is nested too deeply, too large a number, too long,
+    no text, or another collection than a list: what reads it later would fail on it without naming the key."""
     _check(tree, "", source, 1)
 
 
@@ -174,12 +179,18 @@ def _is_positive(size: Any) -> bool:
 
 def _read(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path), "rb") as file:
             content = file.read(_LARGEST_FILE + 1)
+    except NotAFileError as error:
+        raise ConfigError(
+            "cannot be read: it is a folder, a pipe or a device. Give the path of a file, and write what comes through "
+            "a pipe to one first",
+            str(path),
+        ) from error
     except (OSError, ValueError) as error:  # a ValueError for a path that holds a null character
         raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", str(path)) from error
     if len(content) > _LARGEST_FILE:
-        raise ConfigError("is larger than 16 MiB: a configuration takes a few KB; is this the right file?", str(path))
+        raise ConfigError("is larger than 1 MiB: a configuration takes a few KB; is this the right file?", str(path))
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -189,17 +200,26 @@ def _read(path: Path) -> str:
 def _check(value: Any, path: str, source: str, depth: int) -> None:
     if isinstance(value, int) and not -LARGEST_NUMBER <= value < LARGEST_NUMBER:
         # A number of many bits cannot even be written out.
-        text = shown(value) if value.bit_length() <= _MOST_BITS_SHOWN else f"one of {value.bit_length()} bits"
+        text = shown(value) if value.bit_length() <= _MOST_BITS_SHOWN else f"one of more than {_MOST_BITS_SHOWN} bits"
         raise ConfigError(f'"{path}" must be a number of at most 64 bits, got {text}', source)
+    if isinstance(value, str) and _NO_TEXT.search(value):
+        raise ConfigError(
+            f'"{path}" must be text, which has no null character and no half of a pair of surrogates, got '
+            f"{shown(value)}",
+            source,
+        )
     if not isinstance(value, Mapping | list | tuple):
         if isinstance(value, Iterable) and not isinstance(value, str | bytes):
             raise ConfigError(f'"{path}" must be a list, where it holds several values, got {shown(value)}', source)
         return
     if depth > DEEPEST:
         raise ConfigError(f'"{path}" is nested more than {DEEPEST} deep: nothing in a configuration is', source)
+    if len(value) > _MOST_ENTRIES:
+        where = f'"{path}"' if path else "it"
+        raise ConfigError(f"{where} has {len(value):,} entries, and may have {_MOST_ENTRIES:,}", source)
     entries = value.items() if isinstance(value, Mapping) else [("", entry) for entry in value]
     for key, entry in entries:
-        _check(entry, dotted(path, key if isinstance(key, str) else shown(key)), source, depth + 1)
-
-
-_MOST_BITS_SHOWN = 160
+        inside = dotted(path, key if isinstance(key, str) else shown(key))
+        if isinstance(key, str):
+            _check(key, inside, source, depth)
+        _check(entry, inside, source, depth + 1)

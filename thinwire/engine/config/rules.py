@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from thinwire.comm.operation_log import OPERATION_NAMES
-from thinwire.engine.config.errors import ConfigError, did_you_mean, reason, section_of, shown
+from thinwire.engine.config.errors import MOST_PROBLEMS, ConfigError, did_you_mean, reason, section_of, shown
 from thinwire.engine.config.models import EngineConfig, OffloadConfig, Section, ThinwireConfig
 from thinwire.engine.config.options import LOCAL_UPDATES
 from thinwire.engine.config.sections import is_local_updates
@@ -300,12 +300,11 @@ def _layer_drop(config: EngineConfig) -> Iterator[str]:
 
 def _operations(config: EngineConfig) -> Iterator[str]:
     logger = config.comms_logger
-    for name in logger.prof_ops:
-        if name not in OPERATION_NAMES:
-            yield (
-                f'"comms_logger.prof_ops" names {shown(name)}, which is no collective.'
-                + did_you_mean(name, tuple(OPERATION_NAMES))
-            )
+    for name in sorted({*logger.prof_ops} - {*OPERATION_NAMES})[:MOST_PROBLEMS]:
+        yield (
+            f'"comms_logger.prof_ops" names {shown(name)}, which is no collective.'
+            + did_you_mean(name, tuple(OPERATION_NAMES))
+        )
     if logger.enabled and not logger.prof_all and not logger.prof_ops:
         yield (
             '"comms_logger.prof_all" is false and "prof_ops" names no collective, so that nothing would be counted: '
