@@ -3,6 +3,8 @@ in a new process."""
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,39 @@ def test_saved_and_loaded_again_and_again(tmp_path: Path) -> None:
         assert torch.equal(logits(densify(loaded), inputs), own)
         assert "thinwire" not in str(loaded.config.to_dict())
     refused(ValueError, "was not saved as a sparse model", sparsify, model)
+
+
+TAMPERED = {
+    "": [[1], "x", True, 3],
+    ".num_heads": [None, "4", 1.5, [], {}, -1, 10**30, ...],
+    ".layout": [None, True, "fixed", [], [1], {}],
+    ".layout.mode": [None, 3, [], {"a": 1}, "gone", ...],
+    ".layout.block": [None, 10**30, "16", [16], 17],
+    ".layout.attention": [None, 1, ["unidirectional"], {}],
+    ".layout.num_random_blocks": [None, -1, "1", [], {}, 1.0, True],
+    ".dense_attention": [None, 1, ["sdpa"], {}],
+}
+
+
+@pytest.mark.parametrize("place", TAMPERED)
+def test_a_saved_layout_that_was_edited_is_refused_by_name(tmp_path: Path, place: str) -> None:
+    """`...` takes the value out."""
+    model, inputs = make("GPT2"), batch(112)
+    sparsify(model, BigBird(4, attention="unidirectional")).save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    keys = f"thinwire_sparse_attention{place}".split(".")
+    for value in TAMPERED[place]:
+        edited = copy.deepcopy(described)
+        inner = edited
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = value
+        if value is ...:
+            del inner[keys[-1]]
+        (tmp_path / "config.json").write_text(json.dumps(edited))
+        loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+        for call in (sparsify, densify, lambda model: logits(model, inputs)):
+            refused(ValueError, keys[-1], call, loaded)
 
 
 def test_lengthened_positions_are_loaded(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire.engine.checkpoint.client_state import SpecialValue
-from thinwire.engine.checkpoint.manifest import Manifest, first_fault
+from thinwire.engine.checkpoint.manifest import Manifest
+from thinwire.engine.errors import first_fault
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 

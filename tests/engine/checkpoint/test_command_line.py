@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tests.engine.checkpoint.jobs import Values, same, save
 from thinwire.command_line import main
+from thinwire.engine.checkpoint.manifest import _sealed
 
 
 @pytest.fixture
@@ -97,6 +98,34 @@ def test_export_falls_back_and_says_so(tmp_path: Path, values: Values, capsys: p
     code, _, complaint = run(capsys, "export", tmp_path / "in", tmp_path / "out", "--tag", "step-2")
     assert code == 1
     assert "manifest.json is missing" in complaint
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        *(("tied", value, "shared.tied") for value in (None, [], "a", 3, {"a": 1}, {"a": None}, {"a": "gone"})),
+        ("tied", {"alias": "alias"}, "shared.tied"),
+        *(("frozen", value, "shared.frozen") for value in (None, "a", {}, [1], [[]])),
+        *(("progress", value, "shared.progress") for value in (None, [], "a")),
+    ],
+)
+def test_sealed_values_of_other_types_are_one_error_to_all(tmp_path, values, capsys, name, value, message) -> None:
+    path = tmp_path / "in" / "step-2" / "manifest.json"
+    body = json.loads(path.read_bytes())
+    del body["sha256"]
+    body["shared"][name] = value
+    path.write_bytes(_sealed(body))
+    one, fp32 = ("--tag", "step-2"), ("--format", "deepspeed-fp32")
+    for command in (
+        ("verify", tmp_path / "in", *one),
+        ("export", tmp_path / "in", *one, tmp_path / "out", "--tied"),
+        ("export", tmp_path / "in", *one, tmp_path / "out", *fp32),
+        ("export", tmp_path / "in", *one, tmp_path / "out", *fp32, "--exclude-frozen-parameters"),
+    ):
+        code, printed, complaint = run(capsys, *command)
+        assert code == 1
+        assert message in printed + complaint
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

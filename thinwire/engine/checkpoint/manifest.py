@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +25,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from thinwire.engine.checkpoint.files import DTYPES, NotAFileError, dtype_name, read_file
-from thinwire.engine.errors import CheckpointError
+from thinwire.engine.errors import CheckpointError, first_fault
 from thinwire.zero import SavedSlice
 
 MANIFEST = "manifest.json"
@@ -36,7 +36,6 @@ _VERSION = 3
 _VERSION_WITHOUT_RUN = 2
 # A job of thousands of ranks needs some 100 MB: its ranks' random generators and the names of their residuals.
 _MOST_BYTES = 1 << 30
-_LONGEST_PLACE = 200
 
 # Nothing is converted.
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
@@ -226,10 +225,15 @@ class Manifest:
         body = _unsealed(content)
         if body["version"] == _VERSION_WITHOUT_RUN:
             body.setdefault("run", {"name": "", "ancestors": {}})
+        whole = ""
         try:
             manifest = _MANIFEST.validate_python(body)
+            whole = "shared"
+            _SHARED.validate_python(manifest.shared)
         except ValidationError as error:
-            raise CheckpointError(f"{MANIFEST} does not hold what its version has: {first_fault(error)}") from None
+            raise CheckpointError(
+                f"{MANIFEST} does not hold what its version has: {first_fault(error, whole)}"
+            ) from None
         if body.get("world_size") != manifest.world_size:
             raise CheckpointError(
                 f"{MANIFEST} is of {body.get('world_size')!r} ranks and has files of {manifest.world_size}"
@@ -251,10 +255,25 @@ class Manifest:
         for name in self.model.parameters:
             if self.model.numel(name) and not groups.keys() & {("weight", name), ("master", name)}:
                 return f"no rank gave a weight of {name!r}"
+        for alias, name in self.shared.get("tied", {}).items():
+            if alias in self.model.parameters or name not in self.model.parameters:
+                return (
+                    f"shared.tied has {alias!r} as another name of {name!r}: the first must be none, the second a "
+                    "parameter"
+                )
         return None
 
 
+class _Shared(TypedDict, total=False):
+    """What weights are exported and described by; who takes up the rest checks it."""
+
+    tied: dict[Text, Text]
+    frozen: list[Text]
+    progress: dict[Text, Any]
+
+
 _MANIFEST = TypeAdapter(Manifest)
+_SHARED = TypeAdapter(_Shared)
 RANK_FILE = TypeAdapter(RankFile)
 """A rank's entry as plain values, and back."""
 
@@ -272,16 +291,6 @@ def manifest_bytes(path: Path, folder: int | None = None) -> bytes:
         raise CheckpointError(f"{MANIFEST} is not a file") from None
     except OSError as error:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
-
-
-def first_fault(error: ValidationError, whole: str = "", parts: Collection[str] | None = None) -> str | None:
-    """The first thing that is wrong, and where in `whole` it is; among these `parts` of it, None if nothing is."""
-    for detail in error.errors(include_input=False, include_url=False, include_context=False):
-        if parts is None or (detail["loc"] and detail["loc"][0] in parts):
-            # Keys come from the file too, and may hold anything.
-            names = [part if isinstance(part, str) and part.isprintable() else repr(part) for part in detail["loc"]]
-            return f"{'.'.join(part for part in (whole, *names) if part)[:_LONGEST_PLACE]}: {detail['msg']}"
-    return None
 
 
 _RANK_FILE = re.compile(r"rank-.*\.safetensors", re.DOTALL)

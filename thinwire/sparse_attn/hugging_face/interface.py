@@ -7,6 +7,7 @@ refuses the model instead of computing something else with its weights."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -33,20 +34,38 @@ def _keep_layout(config: Any, layout: Layout, implementation: str, dense: str) -
 
 
 def kept_layout(config: Any) -> Layout | None:
-    """The layout that `config` holds, if any.
-
-    Raises ValueError or TypeError for one that was edited into something else.
-    """
-    section = getattr(config, _SECTION, None) or {}
+    """The layout that `config` holds, if any. Raises ValueError for one that was edited into something else."""
+    section = _section(config)
     if "layout" not in section:
         return None
-    return layout_from_config(section["layout"], section["num_heads"])
+    if "mode" not in section["layout"]:
+        raise ValueError(f"config.{_SECTION}.layout has no mode")
+    try:
+        return layout_from_config(section["layout"], section["num_heads"])
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"config.{_SECTION}.layout: {error}") from error
 
 
 def _dense_attention(config: Any) -> str | None:
-    """What the model of `config` attended with before, where it says so."""
-    section: dict[str, str] = getattr(config, _SECTION, None) or {}
-    return section.get("dense_attention")
+    """What the model of `config` attended with before, where it says so. Raises ValueError as `kept_layout` does."""
+    dense: str | None = _section(config).get("dense_attention")
+    return dense
+
+
+def _section(config: Any) -> dict[str, Any]:
+    """What `_keep_layout` wrote into `config`. Raises ValueError for what it never writes."""
+    section = getattr(config, _SECTION, None)
+    if section is None:
+        return {}
+    if not isinstance(section, dict):
+        raise ValueError(f"config.{_SECTION} must be a dictionary, got {reprlib.repr(section)}")
+    for name, kind in (("layout", dict), ("num_heads", int), ("dense_attention", str)):
+        absent = name not in section and (name != "num_heads" or "layout" not in section)
+        if not absent and not isinstance(section.get(name), kind):
+            raise ValueError(
+                f"config.{_SECTION}.{name} must be of type {kind.__name__}, got {reprlib.repr(section.get(name))}"
+            )
+    return section
 
 
 # Transformers takes names with "flash" or "/" for its own kernels.
