@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos import HARNESSES, configs, elastic, kills, launched, run
+from tests.chaos import HARNESSES, configs, elastic, forks, kills, launched, run
 from tests.chaos.harness import Outcome
 from tests.launching import Jobs
 
@@ -29,6 +29,11 @@ def test_the_seed_decides() -> None:
 def test_surviving_nodes_end_together_and_a_node_joins(jobs: Jobs) -> None:
     """Nodes of two ranks, of which one rank dies."""
     check(elastic.run(1, seed=5, python=jobs.python), 1)
+
+
+@pytest.mark.launch
+def test_forks_of_a_rank_end_and_the_rank_goes_on(jobs: Jobs) -> None:
+    assert forks.of_form("onebit-1", 6, 1, jobs.python) == []
 
 
 @pytest.mark.launch

@@ -5,11 +5,13 @@ Backends only start transfers of flat tensors; checks, byte counts, staging and 
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ from thinwire.comm.collectives import (
     check_timeout,
     flat_view,
 )
-from thinwire.comm.errors import Call, CommunicationError, RollCall, describe_failure
+from thinwire.comm.errors import Call, CommunicationError, RollCall, describe_failure, fork_error
 from thinwire.comm.traffic import sent_bytes
 
 _ALARM_INTERVAL = 0.5
@@ -38,6 +40,8 @@ _ALARM_INTERVAL = 0.5
 
 _COMPLETED = Work()
 """Of collectives that are over when they are issued."""
+
+_LIVING: WeakSet[Communicator] = WeakSet()
 
 _LONGEST = (1 << 32) - 1
 _PURPOSE = 96
@@ -69,6 +73,7 @@ class Communicator(ABC):
         self._sequence = 0
         self._failure: CommunicationError | None = None
         self._staging = Staging()
+        _LIVING.add(self)
 
     def all_to_all(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> Work:
         """Send chunk j of ``input`` to rank j; chunk i of ``output`` is what rank i sent here.
@@ -320,6 +325,8 @@ class Communicator(ABC):
 
     def _wait(self, call: Call, pending: Pending, timeout: float | None) -> None:
         """Wait for a transfer of ``call``, for ``timeout`` seconds or, with None, for the communicator's own."""
+        if self._failure is not None:
+            self._raise_earlier_failure()
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
         while True:
@@ -355,6 +362,16 @@ class Communicator(ABC):
         self._abandon()
         self._failure = describe_failure(call, self.rank, self.size, roll_call, timeout, cause)
         return self._failure
+
+
+def _leave_to_parent() -> None:
+    """In a fork: refuse to talk to other ranks, and keep destructors from waiting for threads that the parent has."""
+    for one in list(_LIVING):
+        one._failure = fork_error(os.getppid()) if one.size > 1 else one._failure
+        one._abandon()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class _Failures:

@@ -3,6 +3,7 @@ silent are to blame."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,14 @@ class CommunicationError(RuntimeError):
 
 class CommunicationTimeout(CommunicationError):  # noqa: N818 - like the built-in TimeoutError, a kind
     """A collective did not finish within the communicator's timeout."""
+
+
+def fork_error(parent: int) -> CommunicationError:
+    """Build the error of what belongs to process `parent` and was used in a fork of it."""
+    return CommunicationError(
+        f"this belongs to process {parent}, of which process {os.getpid()} is a fork, that has none of its threads and "
+        "connections: train and communicate in the process that began to, or start others before that"
+    )
 
 
 ROLL_CALL_SECONDS = 3.0

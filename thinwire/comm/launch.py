@@ -7,6 +7,7 @@ and the ranks compare what they run.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -59,6 +60,7 @@ def init_process_group(launch: Launch, backend: Literal["gloo", "nccl", "mpi"] |
         dist.init_process_group(name, store=store, rank=launch.rank, world_size=launch.size, timeout=limit)
     # Without this, Gloo's threads can abort a process that is already over.
     atexit.register(_destroy_process_group)
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def choose_backend(launch: Launch, backend: str | None, gpus: int, environ: Mapping[str, str]) -> str:
@@ -86,6 +88,13 @@ def _destroy_process_group() -> None:
     # Gloo's threads give back the tensors of their last transfer under Python's lock. Let them have it: asking for it
     # once Python shuts down aborts the process.
     time.sleep(_GIVE_WAY_SECONDS)
+
+
+def _leave_to_parent() -> None:
+    """In a fork: keep alive what would wait, as it ends, for threads that only the parent has."""
+    atexit.unregister(_destroy_process_group)
+    for one in (dist.group.WORLD, dist.distributed_c10d._get_default_store()) if dist.is_initialized() else ():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
 def count_hosts(comm: Communicator, *, thinwire: str, torch: str) -> int:

@@ -219,6 +219,8 @@ class MPICommunicator(Communicator):
             self._progress.watch(self._in_flight)
 
     def _abandon(self) -> None:
+        if self.size == 1 or self._failure is not None:  # in a fork locks may be held for ever
+            return
         if self._progress is not None:
             self._progress.watched.remove(self._in_flight)
         if self._rounds is not None:
@@ -251,12 +253,13 @@ def install_abort_hook() -> None:
 class _AbortOnException:
     def __init__(self, previous: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
         self._previous = previous
+        self._process = os.getpid()
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         self._previous(kind, error, traceback)
         sys.stdout.flush()
         sys.stderr.flush()
-        if not MPI.Is_finalized():
+        if os.getpid() == self._process and not MPI.Is_finalized():
             MPI.COMM_WORLD.Abort(1)
 
 

@@ -4,6 +4,7 @@ saved."""
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import weakref
 from dataclasses import fields
@@ -55,7 +56,7 @@ class SavingsReport:
         self.speaks = comm.speaks and comm.size > 1
         when = f"it freezes by {freezes}" if freezes else "it compresses from the first step on"
         self._say(f"{self._name} on {comm.size} ranks: {_amount(uncompressed)} a step uncompressed; {when}")
-        self.end = weakref.finalize(optimizer, self._end)
+        self.end = weakref.finalize(optimizer, self._end, os.getpid())
         """Say what the run has saved; only once, at the latest when the process ends."""
 
     def note(self, steps: int, frozen_at: int | None, sent: int, uncompressed: int) -> None:
@@ -72,8 +73,8 @@ class SavingsReport:
                 f"{_amount(self._uncompressed_step)}"
             )
 
-    def _end(self) -> None:
-        if not self._steps:
+    def _end(self, process: int) -> None:
+        if not self._steps or os.getpid() != process:  # which a fork leaves to its parent
             return
         if self._freezes and self._frozen_at is None and self._sent > _NOTHING_SAVED * self._uncompressed:
             self._say(

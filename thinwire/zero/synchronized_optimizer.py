@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm import Communicator
+from thinwire.comm.errors import fork_error
 from thinwire.zero import saved_state, training_loops
 from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, claim, refuse_other_parameters, ring_bytes
 from thinwire.zero.saved_state import SavedSlice, SliceSource
@@ -47,6 +49,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     def _move_in(self, home: Home, times_mean: float = 1.0) -> None:
         """Begin at step 0 in `home`; gradients are `times_mean` the mean over the ranks."""
         self._home = home
+        self._process = None if home.comm.size == 1 and not self.comes_and_goes else os.getpid()
         self._saved_name = self._saved_name or type(self).__name__
         self._times_mean = times_mean
         self.loss_scale = 1.0
@@ -132,6 +135,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._process not in (None, os.getpid()):
+            raise fork_error(self._process)
         if not self.in_training:
             raise RuntimeError("step() was called after eval(): call optimizer.train() first")
         if self.comes_and_goes and self.last_step is NOT_STEPPED:
@@ -188,13 +193,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         nothing, and its `no_sync()` is obeyed. One that was not attached is found and attached in the first backward.
         Raises ValueError where the model has trainable parameters that this optimizer does not hold.
         """
-        ours = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if foreign := sum(id(parameter) not in ours for parameter in trainable):
-            raise ValueError(
-                f"{foreign} of the model's {len(trainable)} trainable parameters are not in this optimizer, so no rank "
-                f"would synchronise them: pass all of model.parameters() to {type(self).__name__}"
-            )
+        training_loops.check_holds_all(self, model)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         self._home.name({id(parameter): name for name, parameter in inner.named_parameters()})
         if isinstance(model, DistributedDataParallel):
@@ -256,7 +255,9 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         self._home.wait_for_weights()
 
     def close(self) -> None:
-        """Release the communicators, on every rank; the optimizer cannot step afterwards."""
+        """Release the communicators, on every rank; the optimizer cannot step afterwards. In a fork do nothing."""
+        if self._process not in (None, os.getpid()):
+            return
         self._home.wait_for_weights()
         self._home.close()
 
@@ -378,13 +379,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
             self.attach(model)
         except (ValueError, RuntimeError) as error:
             self._home.watcher.seal.written_back = True
-            twice = ring_bytes(self.comm.size, [one for one in model.parameters() if one.requires_grad]) / 1e6
-            warnings.warn(
-                f"DistributedDataParallel sends the gradients that {type(self).__name__} sends, {twice:.1f} MB a step "
-                f"and rank in vain, and cannot be told to stop: {error}. Do not wrap the model, or see attach()",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            twice = ring_bytes(self.comm.size, [one for one in model.parameters() if one.requires_grad])
+            training_loops.warn_of_ddp(type(self).__name__, twice, error)
 
     def _take_scale(self) -> None:
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)

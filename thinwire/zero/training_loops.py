@@ -5,6 +5,7 @@ No `from __future__ import annotations`: DDP inspects a hook's annotations, whic
 """
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -69,6 +70,27 @@ def on_first_ddp_forward(
                 found(module)
 
     return register_module_forward_pre_hook(look)
+
+
+def check_holds_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise ValueError where the model has trainable parameters that the optimizer does not hold."""
+    ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if foreign := sum(id(parameter) not in ours for parameter in trainable):
+        raise ValueError(
+            f"{foreign} of the model's {len(trainable)} trainable parameters are not in this optimizer, so no rank "
+            f"would synchronise them: pass all of model.parameters() to {type(optimizer).__name__}"
+        )
+
+
+def warn_of_ddp(optimizer: str, sent_twice: int, error: Exception) -> None:
+    """Warn that DDP sends so many bytes in vain; `error` says why it cannot be told to stop."""
+    warnings.warn(
+        f"DistributedDataParallel sends the gradients that {optimizer} sends, {sent_twice / 1e6:.1f} MB a step and "
+        f"rank in vain, and cannot be told to stop: {error}. Do not wrap the model, or see attach()",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def leave_gradients_alone(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
