@@ -23,6 +23,7 @@ HARNESSES = {
     "damage": Harness("checkpoints.damage", 1000, 20),
     "manifests": Harness("checkpoints.manifests", 400, 20),
     "folders": Harness("checkpoints.folders", 600, 12),
+    "state_dicts": Harness("states.run", 500, 12),
     "packets": Harness("packets.run", 12_000, 300),
     "configs": Harness("configs.run", 2000, 200),
     "config_texts": Harness("configs.texts", 1000, 60),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -155,3 +157,40 @@ def test_coordinates_that_stay_are_those_of_the_state_that_was_loaded() -> None:
         optimizer.load_state_dict(saved[1].state_dict())
     first, second = (steps(*one, None, range(FREEZE + 3, FREEZE + 9)) for one in others)
     assert first == second
+
+
+TAMPERED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a deleted key": lambda state: state["thinwire"].pop("rank_tensors"),
+    "a list for a dict": lambda state: state["thinwire"].update(counters=[]),
+    "a renamed kind": lambda state: state["thinwire"].update(
+        slices=[(f"{kind}x", *others) for kind, *others in state["thinwire"]["slices"]],
+        rank_tensors={f"{key}x": one for key, one in state["thinwire"]["rank_tensors"].items()},
+    ),
+    "another optimizer's step": lambda state: state["thinwire"]["counters"].update(skipped_steps=-1),
+    "no groups": lambda state: state.update(param_groups=[]),
+    "a rate that is none": lambda state: state["param_groups"][0].update(lr=None),
+    "a rate that is no number": lambda state: state["param_groups"][0].update(lr=float("nan")),
+    "parameters exchanged": lambda state: state["param_groups"][0]["params"].reverse(),
+    "state of other types": lambda state: state.update(state={0: None}),
+}
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("subject", SUBJECTS, ids=str)
+def test_a_tampered_state_of_one_rank_is_refused_on_every_rank_before_anything_moves(
+    subject: Subject, odd: int
+) -> None:
+    def body(comm: Communicator) -> None:
+        model, optimizer = subject.on_model(comm, FREEZE + 3)
+        saved = optimizer.state_dict()
+        train(model, optimizer, range(1))
+        before = weights(model)
+        for what, tamper in TAMPERED.items():
+            state = copy.deepcopy(saved)
+            if comm.rank == odd:
+                tamper(state)
+            with pytest.raises(ValueError, match="state"):
+                optimizer.load_state_dict(state)
+            assert torch.equal(weights(model), before), what
+
+    threads.run(body, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -34,6 +35,13 @@ class Saved:
 
     def kinds(self) -> set[str]:
         return {kind for kind, _ in self._tensors}
+
+    def dtype_of(self, kind: str, name: str) -> torch.dtype | None:
+        found = self._tensors.get((kind, name))
+        return found[0].tensor.dtype if found else None
+
+    def rank_keys(self, rank: int) -> Collection[str]:
+        return self._rank_tensors[rank].keys()
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         whole = torch.cat([saved_slice.tensor for saved_slice in self._tensors[kind, name]])

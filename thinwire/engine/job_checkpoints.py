@@ -19,7 +19,7 @@ from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.checkpoint.client_state import ClientState, SpecialValue, pack_client_state, unpack_client_state
 from thinwire.engine.checkpoint.exporting import in_16_bits, write_weights
 from thinwire.engine.checkpoint.loading import LoadedCheckpoint
-from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, ModelDescription, check_folder
+from thinwire.engine.checkpoint.manifest import MANIFEST, ModelDescription, check_folder
 from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
 from thinwire.engine.errors import CheckpointError
 from thinwire.engine.job import Job
@@ -36,7 +36,7 @@ from thinwire.engine.saved_job import (
 )
 from thinwire.zero import SavedSlice
 from thinwire.zero.fsdp import fill, local_run, whole
-from thinwire.zero.saved_state import OwnSlices
+from thinwire.zero.saved_state import DamagedStateError, OwnSlices
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,7 @@ class JobCheckpoints:
             client_state = self._client_state(found)
             if not parts.weights_only:
                 self._check(found, parts)
-            try:
-                self._load_weights(found, parts)
-            except KeyError as error:
-                raise CheckpointError(
-                    f"checkpoint {found.tag!r} lacks what this optimizer goes on from: {error.args[0]}. Load with "
-                    "load_optimizer_states=False, or another checkpoint"
-                ) from error
+            self._load_weights(found, parts)
             if not parts.weights_only:
                 self._load_state(found, parts)
             return found, client_state
@@ -173,9 +167,9 @@ class JobCheckpoints:
         for store in self._stores.values():
             store.wait()
 
-    def _fault_of(self, parts: Parts, manifest: Manifest) -> str | None:
-        """Why this job cannot take up these parts of what a manifest says; None where it can."""
-        job = self._job
+    def _fault_of(self, parts: Parts, found: LoadedCheckpoint) -> str | None:
+        """Why this job cannot take up these parts of a checkpoint; None where it can, or they are another job's."""
+        job, manifest = self._job, found.manifest
         others = {
             "progress": True,
             "loss_scale": True,
@@ -185,7 +179,7 @@ class JobCheckpoints:
         }
         used = [name for name, wanted in others.items() if wanted and not parts.weights_only]
         always = ["client_state", "client_values", "frozen", "left_out"]
-        fault = fault_of_saved_job(manifest, [*always, *used], job.optimizer.counters(), self._schedule())
+        fault = fault_of_saved_job(manifest, [*always, *used], self._schedule())
         if fault:
             return f"{MANIFEST} does not hold what an engine saves: {fault}"
         if parts.custom is not None:
@@ -196,8 +190,16 @@ class JobCheckpoints:
         if not parts.strict:
             mine = {name: one for name, one in mine.items() if name in saved}
             saved = {name: one for name, one in saved.items() if name in mine}
-        difference = ModelDescription(mine).difference_to(ModelDescription(saved))
-        return f"it is of another model: {difference}" if difference else None
+        if difference := ModelDescription(mine).difference_to(ModelDescription(saved)):
+            return f"it is of another model: {difference}"
+        if "optimizer" in used and parts.strict:
+            try:
+                job.optimizer.check(found)
+            except DamagedStateError as error:
+                return f"{MANIFEST} does not hold what an engine saves: {error}"
+            except (ValueError, TypeError):
+                pass  # of another optimizer, as loading says
+        return None
 
     def _frozen(self) -> list[str]:
         return [name for name, parameter in self._others.items() if not parameter.requires_grad]

@@ -260,7 +260,7 @@ class NoOptimizer:
         """Do nothing: no gradient leaves, no rank's weights move, no state is there."""
 
     train = eval = leave_out = zero_grad = synchronize_weights = wait_for_weights = close = nothing
-    load = load_weights = reset_state = nothing
+    check = load = load_weights = reset_state = nothing
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Nothing leaves inside, nor outside."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,9 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire.engine.checkpoint.client_state import SpecialValue
 from thinwire.engine.checkpoint.manifest import Manifest
-from thinwire.engine.errors import first_fault
-
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+from thinwire.zero.saved_state import Count, first_fault, unlike
 
 
 class _Part(BaseModel):
@@ -54,56 +52,11 @@ class _Data(_Part):
     seed: int
 
 
-class _Rule(_Part):
-    norms: dict[Annotated[str, Field(pattern=r"^\d{1,18}$")], float | list[float]] | None = None
-    previous_rates: list[float] | None = None
-    settled_since: Count | None = None
-
-
-class _Layer(_Part):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    coefficient: float
-    mass: float
-    factor: float
-    scale: float
-
-
-class _Scalars(_Part):
-    layers: dict[str, _Layer] | None = None
-    coefficients: dict[str, float] | None = None
-    variance_updates: Count = 0
-    progress: dict[Annotated[str, Field(pattern=r"^\d{1,18}$")], float] | None = None
-
-
-class _FreezeGroup(_Part):
-    steps: Count
-    frozen_at: Count | None
-    rule: _Rule | None
-    scalars: _Scalars
-    buckets: list[list[str]] | None
-
-
-class _Counters(_Part):
-    """Of any optimizer; those of torch have none from `names` on."""
-
-    optimizer: str
-    groups: list[dict[str, Any]]
-    skipped_steps: Count = 0
-    names: list[str] = []
-    settings: dict[str, Any] = {}
-    nodes: list[int] | None = None
-    step: Count = 0
-    loss_scale: Annotated[float, Field(gt=0)] = 1.0
-    freeze_groups: list[_FreezeGroup] = []
-    resynchronized_at: Count = 0
-
-
 class SavedJob(_Part):
     """Values of a whole job, the same on every rank, as an engine writes them into a manifest and reads them."""
 
     progress: _Progress
-    optimizer: _Counters
+    optimizer: dict[str, Any]
     schedule: _Schedule | None
     loss_scale: _LossScale | None
     data: _Data | None
@@ -129,12 +82,11 @@ class SavedJob(_Part):
 _LOSS_SCALE = TypeAdapter(_LossScale | None)
 
 
-def fault_of_saved_job(
-    manifest: Manifest, used: Collection[str], counters: Mapping[str, Any], schedule: Mapping[str, Any] | None
-) -> str | None:
-    """Why a job cannot take up the parts `used` of what a manifest says; None where it can.
+def fault_of_saved_job(manifest: Manifest, used: Collection[str], schedule: Mapping[str, Any] | None) -> str | None:
+    """Why a job cannot take up the parts `used` of what a manifest says, but for what its optimizer counts; None where
+    it can.
 
-    `counters`: of this job's optimizer. `schedule`: its schedule as a checkpoint holds it.
+    `schedule`: this job's schedule as a checkpoint holds it.
     """
     for name in used:
         if name not in manifest.shared and SavedJob.model_fields[name].is_required():
@@ -145,11 +97,9 @@ def fault_of_saved_job(
         if fault := first_fault(error, "shared", used):
             return fault
     shared = manifest.shared
-    if "optimizer" in used and (fault := _fault_of_counters(counters, shared["optimizer"])):
-        return f"shared.optimizer{fault}"
     saved = shared["schedule"] if "schedule" in used else None
     if schedule and saved and saved["type"] == schedule["type"]:
-        for fault in _unlike(schedule["state"], saved["state"], ".state"):
+        for fault in unlike(schedule["state"], saved["state"], ".state"):
             return f"shared.schedule{fault}"
     for file in manifest.files if "progress" in used else ():
         if "random" in file.values and (fault := _fault_of_random_values(file.values["random"])):
@@ -159,43 +109,6 @@ def fault_of_saved_job(
         except ValidationError as error:
             return first_fault(error, f"values.loss_scale of {file.name}")
     return None
-
-
-def _fault_of_counters(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """What of an optimizer's counters could not be taken up; where it is another optimizer that says so itself."""
-    if saved["optimizer"] != mine["optimizer"] or len(saved["groups"]) != len(mine["groups"]):
-        return None
-    for number, (group, other) in enumerate(zip(mine["groups"], saved["groups"], strict=True)):
-        if "params" in other:
-            return f".groups.{number} has parameters, which are no setting"
-        for fault in _unlike(group, other, f".groups.{number}"):
-            return fault
-    if missing := mine.keys() - saved.keys() - {"resynchronized_at", "skipped_steps"}:
-        return f".{min(missing)} is missing"
-    known = set(mine.get("names", ()))
-    for number, group in enumerate(saved.get("freeze_groups", ())):
-        if strangers := {name for bucket in group["buckets"] or () for name in bucket} - known:
-            return f".freeze_groups.{number}.buckets has {min(strangers)!r}, which is no parameter"
-    return None
-
-
-def _unlike(mine: Any, saved: Any, path: str) -> Iterator[str]:
-    """Where `saved` is of another kind than `mine`; a None of this job says nothing of what others have."""
-    if isinstance(mine, Mapping) and isinstance(saved, Mapping):
-        for key in mine.keys() & saved.keys():
-            yield from _unlike(mine[key], saved[key], f"{path}.{key}")
-    elif isinstance(mine, list | tuple) and isinstance(saved, list | tuple):
-        for number, (one, other) in enumerate(zip(mine, saved, strict=False)):
-            yield from _unlike(one, other, f"{path}.{number}")
-    elif mine is not None and _kind(mine) != _kind(saved) and not (saved is None and isinstance(mine, bool | str)):
-        yield f"{path} is {_kind(saved)}, {_kind(mine)} was expected"
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true or false"
-    kinds = {Mapping: "an object", list | tuple: "a list", int | float: "a number", str: "a text"}
-    return next((word for kind, word in kinds.items() if isinstance(value, kind)), "null")
 
 
 def schedule_state(schedule: LRScheduler) -> dict[str, Any]:

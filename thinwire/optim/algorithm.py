@@ -19,7 +19,7 @@ from typing_extensions import override
 from thinwire.comm import Communicator
 from thinwire.compress.kernels.buckets import PayloadForm, UpdateForm
 from thinwire.optim.step import AdamSettings, Clock, Contribution, Members, Parameters, Send
-from thinwire.zero.norm_sketch import read_together
+from thinwire.zero.rank_checks import read_together
 
 
 class Keep(Enum):

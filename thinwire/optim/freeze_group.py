@@ -19,8 +19,7 @@ from thinwire.optim.algorithm import Agreement, Algorithm, FreezeRule, LocalStep
 from thinwire.optim.bucket import Bucket, may_clip, place_of
 from thinwire.optim.step import Clock, Members, Send, Step
 from thinwire.optim.storage import Change, Storage, slots_with_elements
-from thinwire.zero.norm_sketch import read_together
-from thinwire.zero.rank_checks import check_same_on_every_rank
+from thinwire.zero.rank_checks import check_same_on_every_rank, read_together
 from thinwire.zero.sharded_home import clip_of_norm
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,11 +17,24 @@ from thinwire.optim.algorithm import FreezeRule, LocalSteps
 from thinwire.optim.bucket import Bucket, place_of
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.options import HomeOptions, Recipe
-from thinwire.optim.step import Step
-from thinwire.optim.storage import mean_over_ranks
+from thinwire.optim.step import AlgorithmCounters, Step
+from thinwire.optim.storage import (
+    PACKED_MOMENTUM,
+    PACKED_PRECONDITIONER,
+    PRECONDITIONER_HIGH,
+    PRECONDITIONER_LOW,
+    mean_over_ranks,
+)
 from thinwire.zero.home import TRAFFIC, Home
 from thinwire.zero.master_weights import runs_in
-from thinwire.zero.saved_state import OneRankState, SavedSlice, SliceSource
+from thinwire.zero.rank_state import OneRankState
+from thinwire.zero.saved_state import (
+    DamagedStateError,
+    SavedSlice,
+    SliceSource,
+    check_saved,
+    check_weights,
+)
 
 _OWNER_RESIDUAL = "owner_residual"
 _WORKER_RESIDUAL = "worker_residual"
@@ -35,6 +48,7 @@ class AlgorithmHome(Home):
     `groups`: the freeze groups, in the order in which they entered. `in_flight`: the step that their buckets share.
     """
 
+    counted = AlgorithmCounters
     groups: list[FreezeGroup]
     in_flight: Step
     _recipe: Recipe
@@ -150,6 +164,66 @@ class AlgorithmHome(Home):
             ],
         }
 
+    @override
+    def check(self, source: SliceSource, nodes: Sequence[int] | None = None) -> None:
+        """`nodes`: the node of each rank, if residuals belong to nodes."""
+        saved = source.counters()
+        for mine, settings in zip(self.in_flight.groups, saved["groups"], strict=True):
+            if isinstance(source, OneRankState):  # whose settings are edited by hand
+                self._recipe.check_group({**mine, **settings})
+        held = dict(zip(self.names, self.parameters, strict=True))
+        trained, filled = set[str](), set[str]()
+        for name, one in held.items():
+            trained |= {name} if one.requires_grad or not self.elastic else set()
+            filled |= {name} if one.numel() else set()
+        if "weight" in source.kinds():
+            check_weights(source, trained, map(held.__getitem__, trained))
+        ranks = ranks_to_resume(source, self.comm, nodes)
+        for number, group in enumerate(saved["freeze_groups"]):
+            buckets = group["buckets"]
+            placed = trained if buckets is None else set(chain.from_iterable(buckets))
+            if strangers := placed - held.keys():
+                raise DamagedStateError(f"{min(strangers)!r} of freeze group {number} is no parameter here")
+            self._check_group(source, group, placed & filled, ranks, by_node=nodes is not None)
+
+    def _check_group(
+        self,
+        source: SliceSource,
+        saved: Mapping[str, Any],
+        names: Iterable[str],
+        ranks: Sequence[int] | None,
+        *,
+        by_node: bool,
+    ) -> None:
+        """Raise DamagedStateError unless all state was saved that `_load_group` reads of these parameters."""
+        algorithm = self.groups[0].algorithm if self.groups else self._recipe.algorithm()
+        form = algorithm.form
+        if missing := algorithm.scalars(self.names).keys() - saved["scalars"].keys():
+            raise DamagedStateError(f"it lacks what this optimizer goes on from: {min(missing)}")
+        frozen, local = saved["frozen_at"] is not None, isinstance(algorithm, LocalSteps)
+        kinds = set((frozen and algorithm.frozen_state) or algorithm.state)
+        codes = set[str]()
+        of_rank = set[str]()
+        if ranks is not None and (frozen or local):
+            of_rank = set(algorithm.own_state) if frozen and isinstance(algorithm, LocalSteps) else set()
+            kinds -= of_rank
+            # Of a state_dict, and of a node, a rank has those of some elements.
+            of_rank |= set() if by_node else {_WORKER_RESIDUAL}
+            kinds |= set() if isinstance(source, OneRankState) else {_OWNER_RESIDUAL}
+        if frozen and PACKED_PRECONDITIONER in source.kinds():
+            kinds -= {form.momentum, form.denominators or ""}
+            kinds |= {PACKED_MOMENTUM, PRECONDITIONER_LOW, PRECONDITIONER_HIGH}
+            codes = {PACKED_PRECONDITIONER}
+        for name in names:
+            for kind in kinds | codes:
+                check_saved(source, kind, name, codes=kind in codes)
+            for rank in ranks or ():
+                for kind in of_rank:
+                    if f"{kind}.{name}" not in source.rank_keys(rank):
+                        raise DamagedStateError(
+                            f"it lacks what this optimizer goes on from: {kind} of {name!r} of rank {rank}"
+                        )
+
     def _load_groups(
         self, source: SliceSource, saved: Sequence[Mapping[str, Any]], nodes: Sequence[int] | None = None
     ) -> None:
@@ -157,15 +231,15 @@ class AlgorithmHome(Home):
         residuals belong to nodes. Residuals that cannot be had start from zero, with a warning."""
         local = any(group.local is not None for group in self.groups)
         compresses = any(local or group["frozen_at"] is not None for group in saved)
-        saved_by = f"rank {source.rank}" if isinstance(source, OneRankState) else "a job"
-        ranks = ranks_to_resume(source, self.comm, nodes, saved_by, compresses)
+        ranks = ranks_to_resume(source, self.comm, nodes)
+        if ranks is None and compresses:
+            warn_of_lost_residuals(source, self.comm)
         for group, of_group in zip(self.groups, saved, strict=True):
             _load_group(group, self.names, of_group, source, ranks)
-        if ranks == [self.comm.rank]:
-            with suppress(KeyError):  # saved by a home without local steps
-                left_out = source.read_rank(_LEFT_OUT_STEPS, self.comm.rank).tolist()
-                for group, steps in zip(self.groups, left_out, strict=True):
-                    group.left_out_steps = steps
+        if ranks == [self.comm.rank] and _LEFT_OUT_STEPS in source.rank_keys(self.comm.rank):
+            left_out = source.read_rank(_LEFT_OUT_STEPS, self.comm.rank).tolist()
+            for group, steps in zip(self.groups, left_out, strict=False):  # sharded state has one group
+                group.left_out_steps = steps
 
 
 def check_in_sync(in_sync: bool) -> None:
@@ -177,34 +251,32 @@ def check_in_sync(in_sync: bool) -> None:
         )
 
 
-def ranks_to_resume(
-    source: SliceSource, comm: Communicator, nodes: Sequence[int] | None, saved_by: str, compresses: bool
-) -> list[int] | None:
+def ranks_to_resume(source: SliceSource, comm: Communicator, nodes: Sequence[int] | None) -> list[int] | None:
     """The ranks whose residuals this one goes on with: its own, or of another number of ranks all; None for none.
 
-    `nodes`: the node of each rank, where residuals belong to nodes. Warns where an optimizer that `compresses` has to
-    begin without.
+    `nodes`: the node of each rank, where residuals belong to nodes.
     """
     saved_nodes = source.counters()["nodes"]
     same = source.world_size == comm.size and saved_nodes == nodes
     ranks = [comm.rank] if same else list(range(source.world_size))
-    if same or (nodes is None and saved_nodes is None):
-        try:
-            for rank in ranks:
-                source.read_rank(TRAFFIC, rank)
-        except KeyError:
-            pass
-        else:
-            return ranks
-    if compresses:
-        warnings.warn(
-            f"this state was saved by {saved_by} of {source.world_size} and is loaded by rank {comm.rank} of "
-            f"{comm.size}, or on other nodes: error-feedback residuals belong to one rank, so they start from zero "
-            "here. To keep them, save and load state_dict() on every rank",
-            RuntimeWarning,
-            stacklevel=6,
-        )
-    return None
+    if not same and (nodes is not None or saved_nodes is not None):
+        return None
+    for rank in ranks:
+        if TRAFFIC not in source.rank_keys(rank):
+            return None
+    return ranks
+
+
+def warn_of_lost_residuals(source: SliceSource, comm: Communicator) -> None:
+    """Warn that an optimizer that compresses begins without residuals."""
+    saved_by = f"rank {source.rank}" if isinstance(source, OneRankState) else "a job"
+    warnings.warn(
+        f"this state was saved by {saved_by} of {source.world_size} and is loaded by rank {comm.rank} of {comm.size}, "
+        "or on other nodes: error-feedback residuals belong to one rank, so they start from zero here. To keep them, "
+        "save and load state_dict() on every rank",
+        RuntimeWarning,
+        stacklevel=6,
+    )
 
 
 def slices(group: FreezeGroup, names: Sequence[str], rank: int) -> list[SavedSlice]:

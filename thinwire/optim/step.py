@@ -1,5 +1,5 @@
 """The step in flight, and what it is a step of: parameters with their hyperparameters now, between warmup and frozen
-stage, one by one and by group."""
+stage, one by one and by group; and what a checkpoint says of where they are."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from itertools import chain
+from typing import Annotated, Any, Self
 
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from thinwire.zero.norm_sketch import NormSketch
+from thinwire.zero.rank_checks import NormSketch
+from thinwire.zero.saved_state import Count, Counters, Positive
 from thinwire.zero.sharded_home import clip_of_norm, settings_digest
 
 
@@ -223,3 +226,72 @@ class Step:
         assert self.sketch is not None
         self.sketched = self.sketch.norm()
         self.clip = clip_of_norm(self.max_norm, self.sketched / self.sent_scale)
+
+
+# Where they are, in a checkpoint
+
+
+class _Part(BaseModel):
+    """Of counters: values of these types and no others."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+# JSON makes texts of numbers that are keys.
+_Number = Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^\d{1,18}$")]
+
+
+class _Rule(_Part):
+    norms: dict[_Number, float | list[float]] = {}
+    previous_rates: list[float] = []
+    settled_since: Count | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if len(self.model_fields_set) not in (0, 3):
+            raise ValueError("a rule that looks at the variance has norms, previous_rates and settled_since")
+        return self
+
+
+class _Layer(_Part):
+    coefficient: float
+    mass: float
+    factor: float
+    scale: float
+
+
+class _Scalars(_Part):
+    layers: dict[str, _Layer] = {}
+    coefficients: dict[str, float] = {}
+    variance_updates: Count = 0
+    progress: dict[_Number, float] = {}
+
+
+class _FreezeGroup(_Part):
+    steps: Count
+    frozen_at: Count | None
+    rule: _Rule | None
+    scalars: _Scalars
+    buckets: list[list[str]] | None
+
+    @model_validator(mode="after")
+    def _is_in_order(self) -> Self:
+        if self.frozen_at is not None and self.frozen_at > self.steps:
+            raise ValueError(f"it cannot be frozen since step {self.frozen_at} after {self.steps} steps")
+        names = [*chain.from_iterable(self.buckets or ())]
+        if len(set(names)) < len(names):
+            raise ValueError("a parameter is in two buckets")
+        return self
+
+
+class AlgorithmCounters(Counters):
+    """Of an optimizer in such a home. Checkpoints of earlier versions lack `shared_at`."""
+
+    names: list[str]
+    settings: dict[str, Any]
+    nodes: list[int] | None
+    step: Count
+    loss_scale: Positive
+    freeze_groups: list[_FreezeGroup]
+    shared_at: Count | None = None
+    resynchronized_at: Count = 0

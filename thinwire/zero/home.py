@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from thinwire.comm import Communicator
 from thinwire.zero.backward import BackwardWatcher
-from thinwire.zero.saved_state import SavedSlice, SliceSource
+from thinwire.zero.saved_state import Counters, SavedSlice, SliceSource, check_weights
 
 _ATTRIBUTE = "_thinwire_state"
 
@@ -193,6 +193,7 @@ class Home(ABC):
     """State, buckets, checkpoints and communication of a SynchronizedOptimizer, which documents each call."""
 
     kind: ClassVar[str]  # of checkpoints
+    counted: ClassVar[type[Counters]] = Counters  # what `counters` hold, those of the optimizer among them
     elastic = False  # whether parameters may be added later
     comm: Communicator
     watcher: BackwardWatcher  # of the parameters' backwards
@@ -280,9 +281,13 @@ class Home(ABC):
         """Where the run is, as plain values: the same on every rank."""
         return {}
 
+    def check(self, source: SliceSource) -> None:
+        """Raise ValueError where not all is there that `load` reads, or it could not be taken up here."""
+        check_weights(source, self.names, self.parameters)
+
     @abstractmethod
     def load(self, source: SliceSource) -> None:
-        """Take over what another run saved. Collective."""
+        """Take over what another run saved, and `check` found nothing against. Collective."""
 
     @abstractmethod
     def load_weights(self, source: SliceSource) -> None:

@@ -1,19 +1,16 @@
 """Parts of a checkpoint of sharded state: runs of one parameter's values under the parameter's own name, so that
-any number of ranks, and any stage, can take up what another saved; and the state_dict of one rank as such parts."""
+any number of ranks, and any stage, can take up what another saved; and what is checked before it is taken up."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
-from typing_extensions import override
-
-from thinwire.comm import Communicator
-from thinwire.comm.agreement import on_every_rank
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,12 @@ class SliceSource(Protocol):
     def kinds(self) -> set[str]:
         """The roles that any parameter has values for."""
 
+    def dtype_of(self, kind: str, name: str) -> torch.dtype | None:
+        """What this parameter's values of this kind were saved in, or None where there are none."""
+
+    def rank_keys(self, rank: int) -> Collection[str]:
+        """The keys of what `read_rank` has of that rank of the saving job."""
+
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         """These values, one-dimensional on the CPU; KeyError if they were not saved."""
 
@@ -71,6 +74,16 @@ class OwnSlices:
         """List the kinds that were saved of a name."""
         return {kind for kind, _ in self._slices}
 
+    def dtype_of(self, kind: str, name: str) -> torch.dtype | None:
+        """Read the dtype of a kind of a name."""
+        found = self._slices.get((kind, name))
+        return found[0].tensor.dtype if found else None
+
+    def rank_keys(self, rank: int) -> Collection[str]:
+        """List what belonged to one rank."""
+        del rank  # there is only this one's
+        return self._rank_tensors.keys()
+
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         """Read a run of values."""
         if not numel:  # of an empty parameter no slice is saved
@@ -96,10 +109,29 @@ STATE_IS_ON_ALL_RANKS = (
     "save_checkpoint(), or take saved_slices() and counters() of every rank, and load() them"
 )
 
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Counters(BaseModel):
+    """Where a run is, as every optimizer writes and reads it: values of these types and no others. Homes add theirs."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    optimizer: str
+    groups: list[dict[str, Any]]
+    skipped_steps: Count = 0
+
+
+class DamagedStateError(ValueError):
+    """A saved state is not whole, or not what was written."""
+
+
 _WEIGHTS = frozenset({"weight", "master"})
 _SCALAR = "scalar."
 # The form of a value that has no dimension follows from nothing but its name.
 _ONE, _NUMBER = "[1]", "[number]"
+_LONGEST_PLACE = 200
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,16 +141,89 @@ def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def counters_of(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The optimizer's name and its groups' settings, as plain values; tensors of several values are left out."""
-    return {"optimizer": optimizer, "groups": [_plain(group_settings(group)) for group in groups]}
+    return {"optimizer": optimizer, "groups": [plain_settings(group_settings(group)) for group in groups]}
 
 
-def check_same_optimizer(saved: Mapping[str, Any], optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError where `saved`, of `counters_of`, are another optimizer's."""
-    if saved["optimizer"] != optimizer or len(saved["groups"]) != len(groups):
+def check_counters(
+    saved: Mapping[str, Any], counted: type[Counters], optimizer: str, groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise ValueError where an optimizer of this name and of `groups`, which counts `counted`, cannot go on from what
+    was `saved`."""
+    name, settings = saved.get("optimizer"), saved.get("groups")
+    if isinstance(name, str) and isinstance(settings, list) and (name != optimizer or len(settings) != len(groups)):
         raise ValueError(
-            f"this state was saved by {saved['optimizer']} with {len(saved['groups'])} parameter groups, this is "
-            f"{optimizer} with {len(groups)}: build the same optimizer, or load the weights alone"
+            f"this state was saved by {name} with {len(settings)} parameter groups, this is {optimizer} with "
+            f"{len(groups)}: build the same optimizer, or load the weights alone"
         )
+    try:
+        counted.model_validate(saved)
+    except ValidationError as error:
+        raise DamagedStateError(f"it does not hold what {optimizer} counts: {first_fault(error)}") from None
+    for number, (mine, theirs) in enumerate(zip(groups, saved["groups"], strict=True)):
+        if fault := fault_of_settings(mine, theirs, f"groups.{number}"):
+            raise DamagedStateError(f"it does not hold what {optimizer} was set to: {fault}")
+
+
+def check_saved(source: SliceSource, kind: str, name: str, *, codes: bool = False) -> None:
+    """Raise DamagedStateError unless a parameter's values of this kind were saved, as floats or as 8-bit `codes`."""
+    dtype = source.dtype_of(kind, name)
+    if dtype is None or (dtype == torch.uint8) is not codes:
+        there = "was not saved" if dtype is None else f"is {dtype}"
+        raise DamagedStateError(f"it lacks what this optimizer goes on from: {kind} of {name!r} {there}")
+
+
+def check_weights(source: SliceSource, names: Iterable[str], parameters: Iterable[Tensor]) -> None:
+    """Raise DamagedStateError unless `read_weight` finds all of these."""
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.numel() and (parameter.dtype != torch.float32 or source.dtype_of("master", name) is None):
+            check_saved(source, "weight", name)
+
+
+def first_fault(error: ValidationError, whole: str = "", parts: Collection[str] | None = None) -> str | None:
+    """The first thing that is wrong, and where in `whole` it is; among these `parts` of it, None if nothing is."""
+    for detail in error.errors(include_input=False, include_url=False, include_context=False):
+        if parts is None or (detail["loc"] and detail["loc"][0] in parts):
+            # Keys come from the file too, and may hold anything.
+            names = [part if isinstance(part, str) and part.isprintable() else repr(part) for part in detail["loc"]]
+            return f"{'.'.join(part for part in (whole, *names) if part)[:_LONGEST_PLACE]}: {detail['msg']}"
+    return None
+
+
+def fault_of_settings(mine: Mapping[str, Any], saved: Mapping[str, Any], path: str) -> str | None:
+    """Why a parameter group's settings could not be `saved` ones: not of the kinds that they have, or not finite."""
+    if "params" in saved:
+        return f"{path} has parameters, which are no setting"
+    for fault in unlike(mine, saved, path):
+        return fault
+    for key, value in saved.items():
+        own = mine.get(key)
+        if isinstance(own, tuple) and len(own) != len(value):
+            return f"{path}.{key} has {len(value)} values, {len(own)} were expected"
+        for number in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number) and own != value:
+                return f"{path}.{key} is {number}, a finite number was expected"
+    return None
+
+
+def unlike(mine: Any, saved: Any, path: str) -> Iterator[str]:
+    """Where `saved` is of another kind than `mine`; a None of this job says nothing of what others have."""
+    if isinstance(mine, Mapping) and isinstance(saved, Mapping):
+        for key in mine.keys() & saved.keys():
+            yield from unlike(mine[key], saved[key], f"{path}.{key}")
+    elif isinstance(mine, list | tuple) and isinstance(saved, list | tuple):
+        for number, (one, other) in enumerate(zip(mine, saved, strict=False)):
+            yield from unlike(one, other, f"{path}.{number}")
+    elif mine is not None and _kind(mine) != _kind(saved) and not (saved is None and isinstance(mine, bool | str)):
+        yield f"{path} is {_kind(saved)}, {_kind(mine)} was expected"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return "a number"
+    kinds = {Mapping: "an object", list | tuple: "a list", int | float: "a number", str: "a text", Tensor: "a tensor"}
+    return next((word for kind, word in kinds.items() if isinstance(value, kind)), "null")
 
 
 def take_over_settings(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
@@ -176,7 +281,8 @@ def _one_value(kind: str, value: Tensor) -> dict[str, Any]:
     return {kind: value[0]}
 
 
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as plain values; tensors of several values are left out."""
     return {
         key: float(value) if isinstance(value, Tensor) else value
         for key, value in settings.items()
@@ -189,109 +295,3 @@ def _like(mine: Any, saved: Any) -> Any:
     if isinstance(mine, Tensor):
         return torch.as_tensor(saved, dtype=mine.dtype, device=mine.device)
     return tuple(saved) if isinstance(mine, tuple) else saved
-
-
-# The state_dict of one rank
-
-STATE_DICT_FORMAT = 2
-"""Of what a rank's `state_dict` holds under "thinwire"."""
-
-
-def rank_state_source(
-    comm: Communicator, home: str, parameters: Sequence[Tensor], state_dict: Mapping[str, Any], optimizer: str
-) -> SliceSource:
-    """What `state_dict` gave on every rank, for a `home` of that kind to load. Collective where state has to change its
-    place.
-
-    Raises ValueError where it is not from one of our optimizers, or not all of the state can be had from it.
-    """
-    on_every_rank(
-        comm, lambda: _check(comm, parameters, state_dict, optimizer), "load its optimizer's state", (ValueError,)
-    )
-    saved = state_dict["thinwire"]
-    whole = saved["home"] == "replicated" or saved["size"] == 1
-    if whole and (home == "replicated" or saved["size"] != comm.size or saved["size"] == 1):
-        return OneRankState(state_dict)
-    return OneRankState(state_dict, _slices_of_all(comm, saved))
-
-
-def _check(comm: Communicator, parameters: Sequence[Tensor], state_dict: Mapping[str, Any], optimizer: str) -> None:
-    """Raise ValueError where this state cannot be loaded."""
-    saved = state_dict.get("thinwire")
-    if saved is None:
-        raise ValueError(
-            f"this state_dict has no 'thinwire' entry, so it is not from {optimizer}: give the state of another "
-            f"optimizer to that optimizer, and start {optimizer} fresh from the model's weights"
-        )
-    if saved.get("format") != STATE_DICT_FORMAT:
-        raise ValueError(
-            f"this state_dict has format {saved.get('format')}, this thinwire reads format {STATE_DICT_FORMAT}"
-        )
-    for index, entry in state_dict["state"].items():
-        given = tuple(entry["exp_avg"].shape) if "exp_avg" in entry else "no state"
-        wanted = tuple(parameters[index].shape) if index < len(parameters) else "no such parameter"
-        if given != wanted:
-            raise ValueError(
-                f"the state's parameter {index} has shape {given}, this optimizer's: {wanted}. Build the same model"
-            )
-    if saved["home"] != "replicated" and saved["size"] not in (1, comm.size):
-        raise ValueError(
-            f"this state_dict holds the slices of rank {saved['rank']} of {saved['size']}, and this job has "
-            f"{comm.size} ranks: save with the engine's save_checkpoint(), which any number of ranks can load"
-        )
-
-
-class OneRankState(OwnSlices):
-    """What one rank saved, beside which `slices` of other ranks may lie, read by a rank of any job."""
-
-    def __init__(self, state_dict: Mapping[str, Any], slices: Iterable[SavedSlice] | None = None) -> None:
-        saved = state_dict["thinwire"]
-        self.rank = int(saved["rank"])
-        names = saved["counters"].get("names", ())
-        state = [(names[number], entry) for number, entry in state_dict["state"].items()]
-        whole = [SavedSlice(kind, name, 0, one.reshape(-1)) for name, entry in state for kind, one in entry.items()]
-        beside = _slices_in(saved) if slices is None else slices
-        rank_tensors = saved["rank_tensors"] | {f"{one.kind}.{one.name}": one.tensor for one in whole}
-        super().__init__(int(saved["size"]), saved["counters"], [*whole, *beside], rank_tensors)
-
-    @override
-    def read_rank(self, key: str, rank: int) -> Tensor:
-        if rank != self.rank:
-            raise KeyError(f"{key} of rank {rank} is not in the state of rank {self.rank}")
-        return super().read_rank(key, rank)
-
-
-def _slices_in(saved: Mapping[str, Any]) -> list[SavedSlice]:
-    return [SavedSlice(*one) for one in saved["slices"]]
-
-
-def _slices_of_all(comm: Communicator, saved: Mapping[str, Any]) -> list[SavedSlice]:
-    """Those in what every rank of this job gave, each its own file. Collective."""
-    mine = {"rank": saved["rank"], "step": saved["counters"].get("step"), "slices": saved["slices"]}
-    everyone = _exchange(comm, mine)
-    ranks, steps = [one["rank"] for one in everyone], [one["step"] for one in everyone]
-    if ranks != list(range(comm.size)):
-        raise ValueError(
-            f"the ranks of this job were given the states of ranks {ranks}: every rank has to load the file that "
-            "it saved itself, as each holds other slices"
-        )
-    if len(set(steps)) > 1:
-        raise ValueError(f"the ranks were given states after steps {steps}: load what all of them saved at once")
-    return [saved_slice for one in everyone for saved_slice in _slices_in(one)]
-
-
-def _exchange(comm: Communicator, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every rank gave, in rank order; plain values and tensors. Collective."""
-    file = io.BytesIO()
-    torch.save(mine, file)
-    raw = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-    lengths = [int(length) for length in comm.all_gather_bytes(str(len(raw)).encode(), "gather its ranks' state")]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(raw)] = raw
-    received = torch.empty(comm.size * len(padded), dtype=torch.uint8)
-    comm.all_gather(received, padded)
-    rows = received.view(comm.size, -1)
-    return [
-        torch.load(io.BytesIO(row[:length].numpy().tobytes()), weights_only=True)
-        for row, length in zip(rows, lengths, strict=True)
-    ]

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any, Self, overload
 
 import torch
@@ -14,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm import Communicator
+from thinwire.comm.agreement import on_every_rank
 from thinwire.comm.errors import fork_error
-from thinwire.zero import saved_state, training_loops
+from thinwire.zero import rank_state, saved_state, training_loops
 from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, claim, refuse_other_parameters, ring_bytes
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 
@@ -102,10 +104,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         # A home divides means by it, and so gets as many times the mean.
         self._home.loss_scale = scale / self._times_mean
 
-    @property
-    def cur_scale(self) -> float:
-        """The same as `loss_scale`."""
-        return self.loss_scale
+    cur_scale = loss_scale
 
     @property
     def overflow(self) -> bool:
@@ -284,6 +283,11 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
             "skipped_steps": self.skipped_steps,
         }
 
+    def check(self, source: SliceSource) -> None:
+        """Raise ValueError where `load` cannot take this up: DamagedStateError where not all is there that it reads."""
+        saved_state.check_counters(source.counters(), self._home.counted, self._saved_name, self.param_groups)
+        self._home.check(source)
+
     @torch.no_grad()
     def load(self, source: SliceSource) -> None:
         """Take over what `saved_slices`, `rank_tensors` and `counters` gave, of any stage and number of ranks.
@@ -291,10 +295,10 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         Where the number of ranks differs, every rank's residual becomes the mean of the saved ones, which is all that
         the average over ranks depends on. Collective.
 
-        Raises KeyError where a parameter was not saved, ValueError where another optimizer's state was.
+        Raises ValueError, on every rank and before anything moves, for what `check` refuses on any.
         """
+        on_every_rank(self.comm, partial(self.check, source), "load its optimizer's state", (ValueError, TypeError))
         saved = source.counters()
-        saved_state.check_same_optimizer(saved, self._saved_name, self.param_groups)
         self.zero_grad()
         self._home.load(source)
         if self._times_mean != 1.0:  # what was saved counts the ranks that there were
@@ -327,33 +331,21 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         Beside torch's `param_groups` there is `thinwire`, with the counters, what belongs to this rank alone and, where
         state is sharded, this rank's slices of it. Where every rank holds all of the state, torch's `state` has it.
         """
-        packed = super().state_dict()
         counters, rank_tensors, slices = self.counters(), self.rank_tensors(), self._home.saved_slices()
-        packed["state"] = self._home.torch_state()
-        in_state = {kind for entry in packed["state"].values() for kind in entry}
-        beside = in_state | {"weight"} if in_state else set()
-        packed["thinwire"] = {
-            "format": saved_state.STATE_DICT_FORMAT,
-            "home": self._home.kind,
-            "rank": self.comm.rank,
-            "size": self.comm.size,
-            "counters": counters,
-            "slices": [(one.kind, one.name, one.start, one.tensor) for one in slices if one.kind not in beside],
-            "rank_tensors": {key: one for key, one in rank_tensors.items() if key.split(".")[0] not in in_state},
-        }
-        return packed
+        packed = {**super().state_dict(), "state": self._home.torch_state()}
+        return rank_state.add_to(packed, self.comm, self._home.kind, counters, slices, rank_tensors)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned on this rank; training then goes on bit for bit. Collective.
 
         Hyperparameters are its `param_groups`', edited or not. From another stage, every rank gives its own file. With
         another number of ranks than saved it takes the state of a rank that held all of it; residuals then start again
-        from zero, with a warning. Raises ValueError where the state is another optimizer's or model's.
+        from zero, with a warning. Raises ValueError, on every rank and before anything moves, where the state is
+        another optimizer's or model's, or more than settings were changed in it.
         """
-        home = self._home
-        self.load(saved_state.rank_state_source(home.comm, home.kind, home.parameters, state_dict, type(self).__name__))
-        given = saved_state.counters_of(self._saved_name, state_dict["param_groups"])
-        saved_state.take_over_settings(given, self.param_groups)
+        home, name = self._home, type(self).__name__
+        parameters, groups = home.parameters, self.param_groups
+        self.load(rank_state.rank_state_source(home.comm, home.kind, parameters, groups, state_dict, name))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

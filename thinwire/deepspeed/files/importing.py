@@ -29,8 +29,9 @@ from thinwire.deepspeed.files.unsharded_state import read_unsharded
 from thinwire.engine.checkpoint.client_state import ClientState, pack_client_state
 from thinwire.engine.checkpoint.folder import CheckpointFolder
 from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
-from thinwire.engine.errors import CheckpointError, UsageError, first_fault, printable
+from thinwire.engine.errors import CheckpointError, UsageError, printable
 from thinwire.engine.saved_job import SavedJob
+from thinwire.zero.saved_state import first_fault
 
 _ALONE_SECONDS = 3600.0
 _WORK = "import"

@@ -13,7 +13,7 @@ import os
 import warnings
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -77,8 +77,14 @@ class LoadedCheckpoint:
         """The roles that any parameter has values for."""
         return {kind for kind, _ in self._entries}
 
+    def rank_keys(self, rank: int) -> Collection[str]:
+        """The keys of what `read_rank` has of that rank of the saving job."""
+        return self._rank(rank).rank_tensors.keys()
+
     def dtype_of(self, kind: str, name: str) -> torch.dtype | None:
         """What this parameter's values of this kind were saved in, or None where there are none."""
+        if self.kept is not None and name not in self.model.parameters:
+            return self.kept.dtype_of(kind, name)
         entries = self._entries.get((kind, name))
         return DTYPES[entries[0].dtype] if entries else None
 
@@ -246,7 +252,7 @@ class _MovedError(Exception):
 
 
 def select(
-    folder: Path, comm: Communicator, tag: str | None, fault_of: Callable[[Manifest], str | None]
+    folder: Path, comm: Communicator, tag: str | None, fault_of: Callable[[LoadedCheckpoint], str | None]
 ) -> LoadedCheckpoint | None:
     """Verify and open a checkpoint as CheckpointStore.load says; `fault_of` finds why a whole one is of no use here.
 
@@ -305,7 +311,7 @@ def _tagged(folder: Path, tag: str, listed: list[tuple[str, str]], judge: _Judge
 def _judge(
     folder: Path,
     comm: Communicator,
-    fault_of: Callable[[Manifest], str | None],
+    fault_of: Callable[[LoadedCheckpoint], str | None],
     may_look_again: bool,
     tag: str,
     name: str,
@@ -315,7 +321,8 @@ def _judge(
     Raises _MovedError, on every rank, where that may be a race with a save.
     """
     mine = hold(folder / name)
-    fault = None if mine.held is None or mine.manifest is None else fault_of(mine.manifest)
+    checkpoint = LoadedCheckpoint(mine.held, tag, mine.manifest) if mine.held and mine.manifest else None
+    fault = None if checkpoint is None else fault_of(checkpoint)
     findings = _gather(comm, {"digest": mine.digest, "problems": mine.problems, "moved": mine.moved, "fault": fault})
     versions = {finding["digest"] for finding in findings}
     if may_look_again and (any(finding["moved"] for finding in findings) or len(versions - {""}) > 1):
@@ -325,11 +332,11 @@ def _judge(
         refusal = f"ranks see different versions of its {MANIFEST}; the folder must be shared"
     refusal = refusal or next((finding["fault"] for finding in findings if finding["fault"]), "")
     # With nothing against it all ranks hold the same, and each reads its share of the files to their ends.
-    if not refusal and mine.held is not None and mine.manifest is not None:
-        share = mine.manifest.files[comm.rank :: comm.size]
+    if not refusal and mine.held is not None and checkpoint is not None:
+        share = checkpoint.manifest.files[comm.rank :: comm.size]
         refusal = _joined(_gather(comm, {"problems": unreadable_files(mine.held, share)}))
         if not refusal:
-            return LoadedCheckpoint(mine.held, tag, mine.manifest), ""
+            return checkpoint, ""
     if mine.held is not None:
         mine.held.close()
     return None, refusal

@@ -25,8 +25,9 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from thinwire.engine.checkpoint.files import DTYPES, NotAFileError, dtype_name, read_file
-from thinwire.engine.errors import CheckpointError, first_fault
+from thinwire.engine.errors import CheckpointError
 from thinwire.zero import SavedSlice
+from thinwire.zero.saved_state import first_fault
 
 MANIFEST = "manifest.json"
 LATEST = "latest"

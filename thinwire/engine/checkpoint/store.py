@@ -248,7 +248,7 @@ class CheckpointStore:
         tag: str | None = None,
         description: ModelDescription | None = None,
         continues: bool = True,
-        fault_of: Callable[[Manifest], str | None] = lambda _: None,
+        fault_of: Callable[[LoadedCheckpoint], str | None] = lambda _: None,
     ) -> LoadedCheckpoint | None:
         """Verify a checkpoint, every byte of it, the files divided among the ranks, and open it.
 
@@ -257,16 +257,16 @@ class CheckpointStore:
         it is that one. None where there is no checkpoint at all and no tag.
 
         `continues`: the job goes on from it, so that `keep` takes those before it for this job's own. `fault_of` finds
-        in a manifest what else is against a checkpoint, if anything.
+        what else is against a checkpoint, if anything, of which no values have been verified yet.
 
         Raises CheckpointError, on every rank: there are checkpoints but none is whole; the one asked for is missing or
         damaged; the model has changed since; pickles are offered as a checkpoint.
         """
         self.wait()
 
-        def any_fault_of(manifest: Manifest) -> str | None:
-            difference = None if description is None else description.difference_to(manifest.model)
-            return f"it is of another model: {difference}" if difference else fault_of(manifest)
+        def any_fault_of(found: LoadedCheckpoint) -> str | None:
+            difference = None if description is None else description.difference_to(found.model)
+            return f"it is of another model: {difference}" if difference else fault_of(found)
 
         found = select(self.folder, self._comm, tag, any_fault_of)
         if found is not None and continues:

@@ -7,9 +7,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from thinwire.comm import Communicator
@@ -17,9 +18,17 @@ from thinwire.optim.diloco.fragments import Fragment, Piece
 from thinwire.optim.diloco.outer import Arrived, OuterState, UnderWay
 from thinwire.optim.diloco.outer_weights import KeptMomentum, OuterWeights
 from thinwire.optim.diloco.worker import Worker
-from thinwire.optim.home import ranks_to_resume
+from thinwire.optim.home import ranks_to_resume, warn_of_lost_residuals
 from thinwire.optim.storage import mean_over_ranks
-from thinwire.zero.saved_state import SavedSlice, SliceSource, read_weight
+from thinwire.zero.saved_state import (
+    Count,
+    Counters,
+    DamagedStateError,
+    SavedSlice,
+    SliceSource,
+    check_saved,
+    read_weight,
+)
 
 _WORKER_RESIDUAL = "worker_residual"
 _OWNER_RESIDUAL = "owner_residual"
@@ -27,6 +36,32 @@ _MOMENTUM = "outer_momentum"
 _ARRIVING = "arriving"
 _REPLICA = "replica"
 _INNER = "inner."
+
+
+class _Place(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    place: Count
+    workers: Count
+    owned: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
+    claimed: Count
+    taken: Count
+
+
+class LocalCounters(Counters):
+    """Of local updates; `lr` and `momentum` of the outer optimizer."""
+
+    names: list[str]
+    nodes: list[int] | None
+    step: Count
+    met_at: Count
+    inner_kinds: list[str]
+    shape: list[Count]
+    under_way: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
+    arriving: list[Annotated[list[str | Count], Field(min_length=3, max_length=3)]]
+    lr: float
+    momentum: float
+    elastic: _Place | None = None
 
 
 @dataclass(frozen=True)
@@ -98,10 +133,31 @@ class LocalCheckpoint:
             ],
         }
 
+    def check(self, source: SliceSource) -> None:
+        """Raise DamagedStateError unless all was saved that `load` reads."""
+        saved, ranks = source.counters(), ranks_to_resume(source, self.comm, self.nodes)
+        numels = {self.names[one.parameter]: 0 for fragment in self.fragments for one in fragment.pieces}
+        for name in numels:
+            numels[name] = self.worker.parameters[self.names.index(name)].numel()
+            if source.dtype_of("master", name) is None:
+                check_saved(source, "weight", name)
+            check_saved(source, _MOMENTUM, name)
+            for rank in ranks or ():
+                if f"{_REPLICA}.{name}" not in source.rank_keys(rank):
+                    raise DamagedStateError(f"it lacks the weights {name!r} of rank {rank}")
+        for name, start, numel in saved["arriving"]:
+            if not isinstance(name, str) or start + numel > numels.get(name, 0):
+                raise DamagedStateError(f"what was in flight of {name!r} is no part of a parameter here")
+            check_saved(source, _ARRIVING, name)
+        if saved["shape"] == list(self.shape) and any(one >= len(self.fragments) for one, _ in saved["under_way"]):
+            raise DamagedStateError(f"there are {len(self.fragments)} fragments, and others were in flight")
+
     def load(self, source: SliceSource) -> tuple[int, int, list[UnderWay]]:
         """Take over what another run saved: the step, the step at which workers last met, and what is in flight."""
         saved = source.counters()
-        ranks = ranks_to_resume(source, self.comm, self.nodes, "a job", compresses=len(self.outer_steps) > 0)
+        ranks = ranks_to_resume(source, self.comm, self.nodes)
+        if ranks is None and self.outer_steps:
+            warn_of_lost_residuals(source, self.comm)
         goes_on = saved["shape"] == list(self.shape)
         updates = self._read_updates(source, saved["arriving"])
         for number, (fragment, outer_step) in enumerate(zip(self.fragments, self.outer_steps, strict=True)):

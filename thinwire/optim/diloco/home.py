@@ -3,6 +3,7 @@ others."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
-from thinwire.optim.diloco.checkpoint import LocalCheckpoint
+from thinwire.optim.diloco.checkpoint import LocalCheckpoint, LocalCounters
 from thinwire.optim.diloco.fragments import Fragment, Timetable
 from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterState, OuterStep, UnderWay
 from thinwire.optim.diloco.outer_weights import OuterWeights
@@ -29,6 +30,7 @@ class LocalHome(Home):
     """
 
     kind = "local"
+    counted = LocalCounters
 
     def __init__(
         self,
@@ -98,10 +100,10 @@ class LocalHome(Home):
         return result
 
     def _take_part(self) -> None:
-        self._take_in_due()
+        self._take_in_all(self.steps, self._mix)
         self._leave_due()
         if self._timetable.overlap == 0:
-            self._take_in_due()
+            self._take_in_all(self.steps, self._mix)
             if self._ends_in_sync:
                 self._note_met()
 
@@ -164,6 +166,10 @@ class LocalHome(Home):
         self._bring_all()
         counted = self._checkpoint(self._states()).counters(self.steps, self.met_at, self.under_way)
         return {**counted, **vars(self.outer_settings)}
+
+    @override
+    def check(self, source: SliceSource) -> None:
+        self._checkpoint(self._states()).check(source)
 
     @override
     def load(self, source: SliceSource) -> None:
@@ -254,13 +260,10 @@ class LocalHome(Home):
             self.outer_steps[one.fragment].pass_on(self.outer_settings)
             one.passed_on = True
 
-    def _take_in_due(self) -> None:
-        while self.under_way and self._timetable.arrival(self.under_way[0].left_at) <= self.steps:
-            self._take_in(self.under_way[0], self._mix)
-
-    def _take_in_all(self) -> None:
-        while self.under_way:
-            self._take_in(self.under_way[0])
+    def _take_in_all(self, due_by: float = math.inf, mix: float = 0.0) -> None:
+        """Take in what is in flight and due by a step."""
+        while self.under_way and self._timetable.arrival(self.under_way[0].left_at) <= due_by:
+            self._take_in(self.under_way[0], mix)
 
     def _take_in(self, one: UnderWay, mix: float = 0.0) -> None:
         """Take the outer step that a fragment has brought; where none was taken, begin again from the outer weights."""

@@ -215,7 +215,7 @@ class NodeWorker(Worker):
                 except KeyError:
                     continue
         state = self.optimizer.state_dict()
-        state["thinwire"] |= {"slices": slices, "rank_tensors": {}}
+        state["thinwire"] |= {"slices": slices, "seal": None}
         self.optimizer.load_state_dict(state)
 
     @override

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -198,10 +198,14 @@ class ReplicatedHome(AlgorithmHome):
         return None if self._links is None else list(self._nodes.node_of)
 
     @override
+    def check(self, source: SliceSource, nodes: Sequence[int] | None = None) -> None:
+        check_settings(source.counters()["settings"], self.counters()["settings"])
+        super().check(source, self._saved_nodes)
+
+    @override
     def load(self, source: SliceSource) -> None:
         """Residuals that cannot be had start from zero, with a warning."""
         saved = source.counters()
-        check_settings(saved["settings"], self.counters()["settings"])
         if "weight" in source.kinds():
             self.load_weights(source)
         self._table.read_masters(source)

@@ -22,8 +22,7 @@ from thinwire.optim.wire import Wire
 from thinwire.zero import BucketLayout, bucket_numel, partition
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.home import ring_bytes
-from thinwire.zero.norm_sketch import NormSketch
-from thinwire.zero.rank_checks import agree_on_absent, agree_on_order, find_overflowing
+from thinwire.zero.rank_checks import NormSketch, agree_on_absent, agree_on_order, find_overflowing
 from thinwire.zero.sharded_home import clip_coefficient
 
 _FP32_BYTES = 4

@@ -22,8 +22,8 @@ from thinwire.optim.wire import Wire
 from thinwire.zero.gradients import BucketTransport
 from thinwire.zero.home import NO_GRADIENTS, Held, ParameterState, StepResult
 from thinwire.zero.master_weights import ShardedParameters
-from thinwire.zero.norm_sketch import NormSketch
-from thinwire.zero.saved_state import SavedSlice, SliceSource
+from thinwire.zero.rank_checks import NormSketch
+from thinwire.zero.saved_state import SavedSlice, SliceSource, check_saved
 from thinwire.zero.sharded_home import (
     NOT_FINITE,
     BucketParameterState,
@@ -191,15 +191,23 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         return {**super().counters(), **(storage.counters() if isinstance(storage, OwnedStorage) else {})}
 
     @override
-    def load(self, source: SliceSource) -> None:
+    def check(self, source: SliceSource, nodes: Sequence[int] | None = None) -> None:
         saved = source.counters()
-        groups = saved["freeze_groups"]
         check_settings(saved["settings"], self._recipe.settings)
-        if len({(group["steps"], group["frozen_at"]) for group in groups}) > 1:
+        if len({(group["steps"], group["frozen_at"]) for group in saved["freeze_groups"]}) > 1:
             raise ValueError(
                 "this state has parameters that entered later and freeze on their own, which sharded state cannot do: "
                 "load it at stage 0"
             )
+        super().check(source)
+        for one in self._parameters.masters if "weight" not in source.kinds() else ():
+            for run in one.runs if one.separate else ():
+                check_saved(source, "master", self.names[run.parameter])
+
+    @override
+    def load(self, source: SliceSource) -> None:
+        saved = source.counters()
+        groups = saved["freeze_groups"]
         if not self._can_go_on_as(groups):
             self.reset_state()
         _load_weights_of(self._parameters, source)
@@ -291,8 +299,8 @@ def _load_weights_of(parameters: ShardedParameters, source: SliceSource) -> None
     if "weight" in source.kinds():
         parameters.load_weights(source)
         return
-    for masters in parameters.masters:
-        for run, view in zip(masters.runs, masters.views, strict=True) if masters.separate else ():
+    for one in parameters.masters:
+        for run, view in zip(one.runs, one.views, strict=True) if one.separate else ():
             view.copy_(source.read("master", parameters.names[run.parameter], run.start, run.numel))
     parameters.accept_written()
 

@@ -1,0 +1,209 @@
+"""State dicts that come to harm: every rank has an error of ours with all as it was, or what a changed setting means.
+
+Anything in a rank's `state_dict` is deleted, or becomes another value, on all ranks or one. What is edited by right,
+rates and the like in `param_groups`, is loaded, and training goes on as with that setting.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.chaos.harness import Outcome, Trial, faults, over_seeds, run_ranks
+from tests.optim.subject import FREEZE, LOCAL, SUBJECTS, Subject
+from tests.optim.training import make_model, snapshot, train
+from thinwire.comm import Communicator, threads
+from thinwire.optim import DiLoCo
+from thinwire.zero import ShardedOptimizer
+
+SIZE = 2
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def build_diloco(model: nn.Module, comm: Communicator) -> Any:
+    options = {"every": 3, "fragments": 2, "overlap": 1, "codec": "int8", "block_size": 64, "nodes": "flat"}
+    return DiLoCo(model.named_parameters(), torch.optim.AdamW, comm=comm, lr=3e-3, **options)
+
+
+def build_sharded(stage: int, model: nn.Module, comm: Communicator) -> Any:
+    named = list(model.named_parameters())
+    options = {"lr": 3e-3, "block_size": 64, "bucket_bytes": 1000}
+    return ShardedOptimizer(
+        model.parameters(), torch.optim.AdamW, stage=stage, comm=comm, named_parameters=named, **options
+    )
+
+
+@dataclass(frozen=True)
+class Form:
+    """An optimizer, the dtype of its parameters, and the steps after which it saves."""
+
+    subject: Subject | str
+    dtype: torch.dtype
+    steps: int
+
+    def build(self, comm: Communicator) -> tuple[nn.Module, Any]:
+        model = make_model(dtype=self.dtype)
+        if isinstance(self.subject, Subject):
+            return model, self.subject.build(model, comm)
+        return model, build_diloco(model, comm) if self.subject == "diloco" else build_sharded(
+            int(self.subject[-1]), model, comm
+        )
+
+
+OTHERS = ("diloco", "sharded-0", "sharded-1", "sharded-2")
+FORMS = [
+    Form(subject, dtype, steps)
+    for subject in (*SUBJECTS, *OTHERS)
+    for dtype in DTYPES
+    for steps in (3, FREEZE + 3, LOCAL)
+]
+
+
+@cache
+def saved_by(form: Form) -> list[dict[str, Any]]:
+    """What each rank saves."""
+
+    def save(comm: Communicator) -> dict[str, Any]:
+        model, optimizer = form.build(comm)
+        train(model, optimizer, range(form.steps))
+        return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+    return threads.run(save, SIZE)
+
+
+VALUES: list[Any] = [
+    *(None, True, -1, 0, 1, 1.5, 1 << 70, math.nan, math.inf, -math.inf, "", "text", [], [None], {}, {"a": None}),
+    *(torch.zeros(3), torch.full((), math.nan), torch.zeros(2, dtype=torch.int64)),
+]
+
+
+def tamper(state: dict[str, Any], source: random.Random) -> str:
+    """Change one place of a state; where and how."""
+    where, inner = "", state
+    while True:
+        keys = list(inner) if isinstance(inner, dict) else list(range(len(inner)))
+        key = source.choice(keys)
+        where, below = f"{where}.{key}", inner[key]
+        if not (isinstance(below, dict | list | tuple) and len(below) and source.random() < 0.85):
+            break
+        if isinstance(below, tuple):  # so that it can be changed
+            inner[key] = below = list(below)
+            place, at = inner, key
+            inner = below
+            key = source.randrange(len(below))
+            inner[key] = other(inner[key], source)
+            place[at] = tuple(inner)
+            return f"{where}.{key} = {inner[key]!r}"[:200]
+        inner = below
+    way = source.random()
+    if way < 0.2:
+        del inner[key]
+        return f"without {where}"
+    if isinstance(inner, list) and way < 0.35:
+        inner.insert(key, copy.deepcopy(inner[key]))
+        return f"twice {where}"
+    if isinstance(inner, dict) and way < 0.35:
+        inner[f"{key}x"] = inner.pop(key)
+        return f"{where} renamed"
+    inner[key] = other(below, source)
+    return f"{where} = {inner[key]!r}"[:200]
+
+
+def other(value: Any, source: random.Random) -> Any:
+    """Another value."""
+    if isinstance(value, Tensor) and source.random() < 0.6:
+        ways = (
+            lambda: value.double(),
+            lambda: value.reshape(-1)[:-1],
+            lambda: value[None],
+            lambda: value.to(torch.int64),
+        )
+        return source.choice(ways)()
+    if isinstance(value, int | float) and not isinstance(value, bool) and source.random() < 0.3:
+        return source.choice((value + 1, -value - 1, float(value), str(value)))
+    return source.choice(VALUES)
+
+
+def digest(model: nn.Module, optimizer: Any) -> str:
+    """Of weights and all state."""
+    found = hashlib.sha256(repr(optimizer.param_groups[0]["lr"]).encode())
+    for one in [*model.state_dict().values(), *flat(snapshot(model, optimizer))]:
+        found.update(one.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if one.numel() else b"")
+    return found.hexdigest()[:16]
+
+
+def flat(value: Any) -> list[Tensor]:
+    """The tensors in it."""
+    if isinstance(value, Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for one in inner for tensor in flat(one)]
+
+
+@contextmanager
+def _tampered() -> Iterator[Trial]:
+    yield one
+
+
+def one(seed: str) -> Iterator[str]:
+    """What is wrong with the trial of that seed."""
+    source = random.Random(seed)
+    form = source.choice(FORMS)
+    states = copy.deepcopy([of_rank["optimizer"] for of_rank in saved_by(form)])
+    model_states = [of_rank["model"] for of_rank in saved_by(form)]
+    odd, again = source.choice((0, 1, None)), source.random()
+    done = ""
+    for rank, state in enumerate(states):
+        if odd in (rank, None):
+            done = tamper(state, random.Random(f"{seed} {again}"))
+
+    def load(comm: Communicator, state: dict[str, Any]) -> str:
+        model, optimizer = form.build(comm)
+        train(model, optimizer, range(2))
+        model.load_state_dict(model_states[comm.rank])
+        before = digest(model, optimizer)
+        try:
+            optimizer.load_state_dict(state)
+        except ValueError:
+            if digest(model, optimizer) != before:
+                raise AssertionError("it had moved when it was refused") from None
+            raise
+        train(model, optimizer, range(form.steps, form.steps + 2))
+        optimizer.synchronize_weights()
+        return hashlib.sha256(repr([one.tolist() for one in model.parameters()]).encode()).hexdigest()[:16]
+
+    def by_right(comm: Communicator) -> str:
+        """The same, loaded as it was saved, and then set as was edited."""
+        state = copy.deepcopy(saved_by(form)[comm.rank]["optimizer"])
+        edited = states[comm.rank]["param_groups"]
+        model, optimizer = form.build(comm)
+        model.load_state_dict(model_states[comm.rank])
+        optimizer.load_state_dict(state)
+        for group, settings in zip(optimizer.param_groups, edited, strict=True):
+            group.update({key: value for key, value in settings.items() if key != "params"})
+        train(model, optimizer, range(form.steps, form.steps + 2))
+        optimizer.synchronize_weights()
+        return hashlib.sha256(repr([one.tolist() for one in model.parameters()]).encode()).hexdigest()[:16]
+
+    ends = run_ranks(lambda comm: load(comm, states[comm.rank]), SIZE)
+    found = faults(ends)
+    if not found and not any(end.error for end in ends):
+        expected = run_ranks(by_right, SIZE)
+        if [end.result for end in expected] != [end.result for end in ends]:
+            found = [f"it was loaded as something else, expected {expected[0].result or expected[0].error}"]
+    for fault in found:
+        yield f"{form}, rank {odd}, {done}: {fault}"
+
+
+def run(count: int, seed: int) -> Outcome:
+    return over_seeds(_tampered(), count, seed)
