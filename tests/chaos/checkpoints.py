@@ -149,7 +149,7 @@ def _change_bytes(path: Path, way: str, source: random.Random) -> None:
 
 # Manifests
 
-SCHEDULE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 30, "warmup_num_steps": 5}}
+SCHEDULE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 0}}
 OPTIMIZERS = {
     "OneBitAdam": {"lr": 1e-2, "freeze_step": 2},
     "OneBitLamb": {"lr": 1e-2, "freeze_step": 2},

@@ -177,6 +177,11 @@ def test_adagrads_first_state_is_not_a_used_one() -> None:
 WARMUP, LEYER = {"type": "WarmupLR"}, {"modules": ["Leyer"]}
 
 
+def warming(schedule, **params):
+    optimizer = {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 60}}
+    return {"config": settings(optimizer=optimizer, scheduler={"type": schedule, "params": params})}
+
+
 def own(optimizer):
     return {"config": settings(optimizer=None), "optimizer": optimizer}
 
@@ -224,6 +229,10 @@ def stepped(model):
         (lambda model: {"config": settings(train_batch_size=7)}, ConfigError, "train_batch_size 7"),
         (lambda model: {"training_data": []}, ValueError, "dataset is empty"),
         (lambda _: {"config": settings(activation_checkpointing=LEYER)}, ValueError, "'Leyer' is neither"),
+        (lambda _: warming("WarmupLR", warmup_num_steps=90), ValueError, "freeze_step=60 .* rises until step 91"),
+        (lambda _: warming("OneCycle", cycle_min_lr=0, cycle_max_lr=1), ValueError, "=60 .*Give freeze_step=[0-9]+ or"),
+        (lambda _: warming("WarmupCosineLR", warmup_num_steps=9, total_num_steps=400), ValueError, "Give .*=80 or"),
+        (lambda _: warming("LinearLR", start_factor=0.1, total_iters=90), ValueError, "rises until step 91"),
         (lambda model: {"config": settings(3)}, ValueError, "needs processes, and these ranks are threads"),
     ],
 )

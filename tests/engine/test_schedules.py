@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire.engine.saved_job import load_schedule_state, schedule_state
@@ -21,6 +22,7 @@ from thinwire.engine.schedules import (
     build_schedule,
     schedule_names,
 )
+from thinwire.optim.options import find_peak
 
 # Parameters for every schedule a configuration can name, short enough that 25 steps pass through all of its phases.
 PARAMS: dict[str, dict[str, Any]] = {
@@ -280,6 +282,28 @@ def test_resume_through_json_continues_on_the_same_curve(name: str, pause: int) 
     for ours, theirs in zip(remaining, expected[pause:], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-12)
     assert after.param_groups[0]["betas"] == pytest.approx(whole.param_groups[0]["betas"])
+
+
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("before", [0, 2])
+def test_the_highest_rate_to_come_is_found_without_a_step(name: str, before: int) -> None:
+    """Up to the first fall: what a cycle or a restart brings later is no warmup."""
+    optimizer = make_optimizer(0.1)
+    schedule = build_schedule(name, PARAMS[name], optimizer)
+    take(optimizer, schedule, before)
+    state, rate = schedule.state_dict(), optimizer.param_groups[0]["lr"]
+    found = find_peak(schedule, 25)
+    assert (schedule.state_dict(), optimizer.param_groups[0]["lr"]) == (state, rate)
+    rates = [one for (one,) in take(optimizer, schedule, 25)]
+    falls = next((step for step, (one, other) in enumerate(pairwise(rates), 1) if other < one * (1 - 1e-9)), 25)
+    assert found == rates.index(max(rates[:falls])) + 1
+
+
+def test_a_schedule_of_schedules_is_foreseen_and_one_by_a_metric_is_not() -> None:
+    optimizer = make_optimizer(0.1)
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6), lr_scheduler.CosineAnnealingLR(optimizer, 9)]
+    assert find_peak(lr_scheduler.SequentialLR(optimizer, parts, milestones=[6]), 25) == 7
+    assert find_peak(lr_scheduler.ReduceLROnPlateau(optimizer), 25) is None
 
 
 def test_a_changed_configuration_takes_effect_on_resume() -> None:

@@ -74,6 +74,31 @@ def test_what_an_optimizer_without_an_engine_refuses(tmp_path: Path) -> None:
         load_optimizer(optimizer, tmp_path, TAG, NOTHING_TO_GO_ON_FROM)
 
 
+@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize(
+    ("warmup", "message"),
+    [
+        ({"warmup_steps": 4}, r"freeze_step=3 .* warmup, which rises until step 5.* Give freeze_step=5 or later"),
+        ({"warmup_steps": 0.2}, r"freeze_step=3 .* warmup, which rises until step 5"),
+        ({"warmup_steps": 1}, r"freeze_step=3 .* too few of 20 steps.* Give freeze_step=4 or later"),
+    ],
+)
+def test_a_freeze_that_comes_too_early_is_refused_before_the_first_step(
+    engine: bool, warmup: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    options = {"freeze_step": 3}
+    changes = warmup | {"max_steps": 20}
+    if engine:
+        trainer = make(tmp_path, {"optimizer": {"type": "OneBitAdam", "params": options}}, **changes)
+    else:
+        trainer = make_plain(tmp_path, (OneBitAdam, options), **changes)
+    before = {name: one.clone() for name, one in trainer.model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert all(torch.equal(one, before[name]) for name, one in trainer.model.state_dict().items())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -75,6 +75,24 @@ def test_the_standalone_package(standalone: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         make_trainer(standalone, tmp_path, devices=1, gradient_clip_val=0.5).fit(kind(compressed))
 
+    def rising(interval: str, rise: int) -> Any:
+        def build(module: Any) -> Any:
+            optimizer = compressed(module)
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=rise)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": interval}}
+
+        return build
+
+    for build, epochs, message in (
+        (rising("step", 4), 1, r"freeze_step=2 .* warmup, which rises until step 5"),
+        (rising("epoch", 1), 2, r"freeze_step=2 .* warmup, which rises until step 9"),
+        (compressed, 2, r"freeze_step=2 .* too few of 16 steps.* Give freeze_step=4 or later"),
+    ):
+        module = kind(build)
+        with pytest.raises(ValueError, match=message):
+            make_trainer(standalone, tmp_path, devices=1, max_epochs=epochs).fit(module)
+        assert module.losses == []
+
     class ClipsBySelf(kind):  # type: ignore[misc, valid-type]
         def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
             self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")

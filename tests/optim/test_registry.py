@@ -117,13 +117,18 @@ def test_sharded_state_takes_the_bytes_an_element_that_docstrings_say(
         assert max(threads.run(body, ranks)) == pytest.approx(expected(ranks), rel=0.01)
 
 
-def said(capsys: pytest.CaptureFixture[str], subject: Subject, steps: int, ranks: int = 2, **options) -> list[str]:
-    """What one run writes to stderr."""
+def said(
+    capsys: pytest.CaptureFixture[str], subject: Subject, steps: int, ranks: int = 2, hook: Any = None, **options
+) -> list[str]:
+    """What one run writes to stderr; `hook` is called with the optimizer before the run and after each step."""
 
     def body(comm: Communicator) -> None:
         comm.speaks = comm.rank == 0
         model = make_model()
         optimizer = subject.build(model, comm, **options)
+        if hook is not None:
+            hook(optimizer)
+            optimizer.register_step_post_hook(hook)
         train(model, optimizer, range(steps))
         optimizer.close()
         optimizer.close()
@@ -149,12 +154,19 @@ def test_a_run_says_what_it_saves(capsys: pytest.CaptureFixture[str], subject: S
     assert " in 40 steps, " in last
 
 
-def test_a_run_that_never_freezes_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    _, last = said(capsys, Subject("OneBitAdam", 0), 5, freeze_step=1000)
-    assert last.endswith(
-        "OneBitAdam never froze in 5 steps, so that it saved nothing to speak of: freeze_step=1000 should come after "
-        "about a fifth of the steps"
-    )
+@pytest.mark.parametrize(("warmup", "advised"), [(1, 2), (4, 4)])
+def test_a_run_that_never_freezes_says_when_it_might_have(
+    capsys: pytest.CaptureFixture[str], warmup: int, advised: int
+) -> None:
+    """A fifth of the steps, and not within the warmup."""
+
+    def rise(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(optimizer.steps + 1, warmup)
+
+    _, last = said(capsys, Subject("OneBitAdam", 0), 8, freeze_step=1000, hook=rise)
+    assert "OneBitAdam never froze in 8 steps" in last
+    assert f"freeze_step=1000 comes after the end. {advised} or 'auto' would not" in last
 
 
 def test_one_rank_has_nothing_to_say(capsys: pytest.CaptureFixture[str]) -> None:

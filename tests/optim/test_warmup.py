@@ -4,14 +4,18 @@ ends at a fixed step, or once the variance has settled and the learning rate no 
 from __future__ import annotations
 
 import json
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
-from tests.optim.subject import Subject
+from tests.launching import on_threads
+from tests.optim.subject import FREEZE, SUBJECTS, Subject
 from tests.optim.training import make_model, train
 from thinwire.comm import Communicator, threads
 from thinwire.optim import OneBitAdam, ZeroOneAdam, registry
@@ -250,6 +254,99 @@ def test_the_rule_continues_from_its_state() -> None:
         rule = rules[step >= whole // 2]
         frozen.append(rule.reached(step, [1.0], lambda step=step: [1.0 + 50.0 / step]))
     assert frozen == [False] * (whole - 1) + [True]
+
+
+# Not before the learning rate's highest
+
+
+def warmed_up(optimizer: Any, steps: int, total: int = 300) -> LambdaLR:
+    """A rate that rises over so many steps, and falls linearly to zero."""
+    rise, fall = max(1, steps), max(1, total - steps)
+    return LambdaLR(optimizer, lambda step: min(step / rise, 1.0, max(0.0, (total - step) / fall)) if steps else 1.0)
+
+
+FREEZES = [subject for subject in SUBJECTS if subject.entry.freeze_option is not None]
+
+
+@pytest.mark.parametrize("subject", FREEZES, ids=str)
+@pytest.mark.parametrize(
+    ("warmup", "step", "total", "message"),
+    [
+        (90, 60, 300, r"=60 freezes .*warmup, which rises until step 91.*Give \w+=91 or later"),
+        (90, 90, None, r"=90 freezes .*warmup, which rises until step 91"),
+        (30, 31, 300, r"=31 freezes .*too few of 300 steps.*Give \w+=60 or later"),
+        (0, 1, 300, "=1 freezes .*too few of 300 steps"),
+        (90, 91, 300, None),
+        (90, 299, 300, None),
+        (30, 60, 300, None),
+        (100, 693, 100_000, None),
+        (100, 692, 100_000, "Give .*=693 or later"),
+        (0, 1, None, None),
+    ],
+)
+@on_threads(1)
+def test_a_freeze_comes_neither_in_the_warmup_nor_in_the_first_steps(
+    comm: Communicator, subject: Subject, warmup: int, step: int, total: int | None, message: str | None
+) -> None:
+    optimizer = subject.build(make_model(), comm, **{str(subject.entry.freeze_option): step})
+    schedule = warmed_up(optimizer, warmup, total or 300)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        optimizer.check_schedule(schedule, total)
+
+
+@on_threads(2)
+def test_a_freeze_after_the_end_is_told(comm: Communicator) -> None:
+    optimizer = Subject("OneBitAdam", 0).build(make_model(), comm, freeze_step=300)
+    told = pytest.warns(RuntimeWarning, match=r"300 comes after the end of this run of 300 steps")
+    with nullcontext() if comm.rank else told:
+        optimizer.check_schedule(None, 300)
+
+
+@pytest.mark.parametrize("subject", FREEZES, ids=str)
+@pytest.mark.parametrize(("warmup", "warns"), [(FREEZE, True), (FREEZE - 1, False), (0, False)])
+def test_a_loop_that_freezes_while_the_rate_rises_is_warned(subject: Subject, warmup: int, warns: bool) -> None:
+    def body(comm: Communicator) -> None:
+        model, optimizer = subject.on_model(comm)
+        schedule = warmed_up(optimizer, warmup)
+        train(model, optimizer, range(FREEZE + 4), lambda _: schedule.step())
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        threads.run(body, 2)
+    told = [str(one.message) for one in found if "still rises" in str(one.message)]
+    assert len(told) == warns
+    assert all(f"after step {FREEZE}" in one and f"Give {subject.entry.freeze_option}=" in one for one in told)
+
+
+# It can be set
+
+
+@pytest.mark.parametrize("subject", FREEZES, ids=str)
+@pytest.mark.parametrize("begun", [0, 2])
+@on_threads(2)
+def test_the_step_of_the_freeze_can_be_set_until_it_is_there(comm: Communicator, subject: Subject, begun: int) -> None:
+    option = str(subject.entry.freeze_option)
+    model, optimizer = subject.on_model(comm, begun)
+    assert getattr(optimizer, option) == FREEZE
+    for bad in (0, True, 2.5, "never", begun):
+        with pytest.raises(ValueError, match=rf"{option}|freeze_step"):
+            setattr(optimizer, option, bad)
+    with pytest.raises(ValueError, match=rf"{option} is [45] against [45] on rank 0"):
+        setattr(optimizer, option, 4 + comm.rank)
+    assert getattr(optimizer, option) == FREEZE
+    setattr(optimizer, option, 4)
+    assert getattr(optimizer, option) == 4
+    train(model, optimizer, range(begun, 8))
+    assert optimizer.frozen_at == 4
+    with pytest.raises(RuntimeError, match="frozen since step 4"):
+        setattr(optimizer, option, 20)
+
+
+@on_threads(1)
+def test_a_group_has_no_freeze_of_its_own(comm: Communicator) -> None:
+    group = {"params": list(make_model().parameters()), "freeze_step": 3}
+    with pytest.raises(ValueError, match="belongs to all parameter groups"):
+        OneBitAdam([group], comm=comm)
 
 
 @pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb"])

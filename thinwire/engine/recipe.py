@@ -14,10 +14,12 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.engine.config import EngineConfig
 from thinwire.engine.config.models import OptimizerConfig
+from thinwire.engine.config.rules import total_steps
 from thinwire.engine.config.sections import is_local_updates, refusal_of, uncompressed_class
 from thinwire.engine.schedules import build_schedule
 from thinwire.optim import registry
 from thinwire.optim.exact import EXACT, mark_matrices
+from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero.optimizer import UNCORRECTED, OptimizerClass
 
@@ -180,8 +182,17 @@ def make_schedule(
 ) -> LRScheduler | None:
     """The schedule of `optimizer`. One built on the user's optimizer is kept: the two optimizers share their groups.
 
-    Raises ValueError or TypeError where the schedule does not fit.
+    Raises ValueError or TypeError where the schedule does not fit, or a variance would be frozen before it is warm.
     """
+    schedule = _find_schedule(given, optimizer, config)
+    if isinstance(optimizer, CompressedOptimizer):
+        optimizer.check_schedule(schedule, total_steps(config))
+    return schedule
+
+
+def _find_schedule(
+    given: GivenSchedule | None, optimizer: torch.optim.Optimizer, config: EngineConfig
+) -> LRScheduler | None:
     if given is None:
         section = config.scheduler
         return build_schedule(section.type, section.params, optimizer) if section is not None else None

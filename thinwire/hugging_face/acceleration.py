@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
+from thinwire.comm.agreement import on_every_rank
+from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 from thinwire.zero.training_loops import refuse_late_workers
 
@@ -106,6 +109,14 @@ def check_optimizer(optimizer: Any, arguments: Any) -> None:
             "fp16=True steps through a GradScaler, which cannot look at gradients that stage 2 has sent to their "
             "owners: use stage=1, or bf16=True"
         )
+
+
+def check_freeze(optimizer: Any, schedule: Any, total_steps: int) -> None:
+    """Raise ValueError, on every rank, where a variance would be frozen before the learning rate is at its highest, or
+    within the first of `total_steps`. Collective."""
+    if isinstance(optimizer, CompressedOptimizer):
+        check = partial(optimizer.check_schedule, schedule, total_steps)
+        on_every_rank(optimizer.comm, check, "begin training", (ValueError,))
 
 
 def adapt_accelerator(accelerator: Accelerator, check: Callable[[torch.optim.Optimizer], None]) -> None:

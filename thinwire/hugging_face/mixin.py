@@ -14,7 +14,13 @@ from transformers import get_scheduler
 
 from thinwire.engine import Engine
 from thinwire.engine.optimizer_checkpoints import load_optimizer, save_optimizer
-from thinwire.hugging_face.acceleration import adapt_accelerator, check_arguments, check_optimizer, synchronized
+from thinwire.hugging_face.acceleration import (
+    adapt_accelerator,
+    check_arguments,
+    check_freeze,
+    check_optimizer,
+    synchronized,
+)
 from thinwire.hugging_face.engine_training import (
     NOTHING_TO_GO_ON_FROM,
     TAG,
@@ -151,7 +157,9 @@ class TrainerMixin(_Trainer):
         training = self._engine_training
         if training is None:
             prepare: Any = super()._prepare_for_training
-            return prepare(max_steps, train_dataloader, resume_from_checkpoint)
+            prepared = prepare(max_steps, train_dataloader, resume_from_checkpoint)
+            check_freeze(self._synchronized, self.lr_scheduler, max_steps)
+            return prepared
         self._refuse_a_model_in_shards()
         arguments: Any = self.args
 
@@ -177,6 +185,7 @@ class TrainerMixin(_Trainer):
         self.accelerator._optimizers.append(self.optimizer)  # which it asks whether steps were skipped
         if resume_from_checkpoint is not None:
             training.load(resume_from_checkpoint)
+        check_freeze(engine.optimizer, engine.lr_scheduler, max_steps)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader

@@ -8,6 +8,7 @@ named goes last. Killed at any moment, NAME.ckpt names what is there.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
@@ -21,8 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
+from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.checkpoint.folder import CheckpointFolder
 from thinwire.engine.optimizer_checkpoints import load_optimizer, save_optimizer
+from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 from thinwire.zero.training_loops import refuse_late_workers
 
@@ -74,6 +77,29 @@ def check_clipping(optimizer: Any, value: float | None, algorithm: str | None) -
             f"gradient_clip_val is {value} and max_norm of {name} is {optimizer.max_norm}: pass max_norm={value} to "
             f"{name}, as the optimizer clips for the Trainer, by the averaged gradient's norm"
         )
+
+
+def check_freezes(optimizers: Sequence[torch.optim.Optimizer], schedules: Sequence[Any], module: Any) -> None:
+    """Raise ValueError, on every rank, where a variance would be frozen before its learning rate is at its highest, or
+    within the first steps of the run. Collective.
+
+    `schedules`: the Trainer's, each with how often it is stepped. In manual optimization the module steps them, and
+    nothing can be foreseen.
+    """
+    trainer = module.trainer
+    for optimizer in optimizers if module.automatic_optimization else ():
+        if not isinstance(optimizer, CompressedOptimizer):
+            continue
+
+        def check(optimizer: CompressedOptimizer = optimizer) -> None:
+            total = trainer.estimated_stepping_batches
+            of_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+            own = next((one for one in schedules if one.scheduler.optimizer is optimizer), None)
+            every = 1 if own is None else own.frequency * (1 if own.interval == "step" else of_epoch)
+            optimizer.check_schedule(None if own is None else own.scheduler, total, every)
+
+        if math.inf > trainer.num_training_batches and 0 < trainer.estimated_stepping_batches < math.inf:
+            on_every_rank(optimizer.comm, check, "begin training", (ValueError,))
 
 
 def check_places(callbacks: Sequence[Any]) -> None:
@@ -242,6 +268,8 @@ class ThinwireStrategy(_DDPStrategy):
     def on_train_start(self) -> None:
         """Begin."""
         super().on_train_start()
+        assert self.lightning_module is not None
+        check_freezes(self._synchronized, self.lr_scheduler_configs, self.lightning_module)
         self._in_training = True
 
     def on_train_end(self) -> None:

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from thinwire.compress.kernels.adam import AdamFactors, AdamStep
 from thinwire.compress.kernels.loading import execute_adam_step
-from thinwire.optim.algorithm import Agreement, Algorithm, Form, Keep, make_freeze_rule
-from thinwire.optim.optimizer import CompressedOptimizer
+from thinwire.optim.algorithm import Agreement, Algorithm, Form, Keep
+from thinwire.optim.optimizer import CompressedOptimizer, FreezeOption
 from thinwire.optim.options import HomeKeywords, Recipe, check_compress
 from thinwire.optim.step import AdamSettings, Clock, Members
 
@@ -199,6 +199,8 @@ class OneBitAdam(CompressedOptimizer):
     rank's gradient is not finite is skipped on all of them, with one warning.
     """
 
+    freeze_step = FreezeOption()
+
     def __init__(
         self,
         params: ParamsT,
@@ -218,9 +220,9 @@ class OneBitAdam(CompressedOptimizer):
         defaults |= {"bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt}
         recipe = Recipe(
             algorithm=lambda: Adam(compress),
-            rule=lambda beta2: make_freeze_rule(freeze_step, beta2),
             settings={"compress": compress},
-            schedule={"freeze_step": freeze_step},
+            schedule={},
+            freeze_step=freeze_step,
             stages=(0, 1, 2),
             check=lambda: check_compress(amsgrad, compress, options.get("stage", 0)),
         )

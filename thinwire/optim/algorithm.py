@@ -362,7 +362,11 @@ def _growths(before: list[float], now: list[float], exponent: float) -> list[flo
     return sorted((other / one) ** exponent if one else math.inf for one, other in pairs)
 
 
-def make_freeze_rule(freeze_step: int | Literal["auto"], beta2: float) -> FreezeRule:
+FreezeStep = int | Literal["auto"]
+"""The step after which the warmup ends; "auto" once the variance has settled."""
+
+
+def make_freeze_rule(freeze_step: FreezeStep, beta2: float) -> FreezeRule:
     """The rule for `freeze_step`; raises ValueError unless it is "auto" or an int of at least 1."""
     if freeze_step == "auto":
         return SettledVariance(beta2)

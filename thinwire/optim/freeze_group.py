@@ -17,7 +17,7 @@ from thinwire.compress.exchange import Outcome, bring_headers
 from thinwire.compress.packet import SettingsError
 from thinwire.optim.algorithm import Agreement, Algorithm, FreezeRule, LocalSteps, variance_norm
 from thinwire.optim.bucket import Bucket, may_clip, place_of
-from thinwire.optim.step import Clock, Members, Send, Step
+from thinwire.optim.step import Clock, Members, Peak, Send, Step
 from thinwire.optim.storage import Change, Storage, slots_with_elements
 from thinwire.zero.rank_checks import check_same_on_every_rank, read_together
 from thinwire.zero.sharded_home import clip_of_norm
@@ -32,7 +32,7 @@ class FreezeGroup:
 
     def __init__(self, storage: Storage, rule: FreezeRule | None) -> None:
         self.storage, self.buckets = storage, storage.buckets
-        self.rule = rule
+        self.rule, self.peak = rule, Peak()
         self.algorithm, self.clock = storage.shared.algorithm, storage.shared.clock
         self.local = self.algorithm if isinstance(self.algorithm, LocalSteps) else None
         self.left_out_steps = 0
@@ -268,13 +268,31 @@ class FreezeGroup:
         froze = False
         if self.rule is not None and self.clock.frozen_at is None:
             rates = self._parameters.rates()
+            if rates != self.peak.rates:
+                self.peak.take(self.clock.steps, rates)
             froze = self.rule.reached(self.clock.steps, rates, self._variance_norms)
             if self.rule.looks_at(self.clock.steps):
                 check_same_freeze(self._comm, froze, rates)
             if froze:
                 self._freeze()
+        elif self.rule is not None and self.clock.steps - 1 == self.clock.frozen_at:
+            self._warn_of_rising_rates()
         if self.local is not None and (froze or decision != self.local.decision()):
             check_same_freeze(self._comm, self.clock.frozen, self._parameters.rates())
+
+    def _warn_of_rising_rates(self) -> None:
+        """Warn if the first frozen step has a higher rate than all before it."""
+        rates = self._parameters.rates()
+        if self._comm.rank or not self.peak.raised_by(rates):
+            return
+        option = "freeze_step" if self.local is None else "var_freeze_step"
+        warnings.warn(
+            f"the variance was frozen after step {self.clock.frozen_at}, and the learning rate still rises, from "
+            f"{max(self.peak.rates):g} to {max(rates):g}: frozen within a learning-rate warmup, most models learn "
+            f"little. Give {option}= a step after the rate's highest",
+            RuntimeWarning,
+            stacklevel=9,
+        )
 
     def _freeze(self) -> None:
         storage = self.storage

@@ -59,6 +59,17 @@ class AlgorithmHome(Home):
         return self._recipe.rule(max(group["betas"][1] for group in self.in_flight.groups))
 
     @property
+    def recipe(self) -> Recipe:
+        """What parameters step by; a new one says when those freeze that have not yet."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        for group in self.groups:
+            group.rule = self._make_rule()
+
+    @property
     @override
     def steps(self) -> int:  # type: ignore[override]
         return self.in_flight.number

@@ -13,8 +13,8 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from thinwire.optim.adam import Adam, Compressed, roots, track_moments, track_variances
-from thinwire.optim.algorithm import Agreement, make_freeze_rule
-from thinwire.optim.optimizer import CompressedOptimizer
+from thinwire.optim.algorithm import Agreement
+from thinwire.optim.optimizer import CompressedOptimizer, FreezeOption
 from thinwire.optim.options import HomeKeywords, Recipe, check_compress, check_group
 from thinwire.optim.step import AdamSettings, Clock, Members
 
@@ -325,6 +325,8 @@ class OneBitLamb(CompressedOptimizer):
     any rank is skipped on all of them.
     """
 
+    freeze_step = FreezeOption()
+
     def __init__(
         self,
         params: ParamsT,
@@ -350,9 +352,9 @@ class OneBitLamb(CompressedOptimizer):
         defaults |= {"bias_correction": bias_correction, **dict(zip(LAMB_OPTIONS, layerwise, strict=True))}
         recipe = Recipe(
             algorithm=lambda: Lamb(compress),
-            rule=lambda beta2: make_freeze_rule(freeze_step, beta2),
             settings={"compress": compress},
-            schedule={"freeze_step": freeze_step},
+            schedule={},
+            freeze_step=freeze_step,
             stages=(0, 1),
             check=lambda: check_compress(amsgrad, compress, options.get("stage", 0)),
             check_group=_check_group,

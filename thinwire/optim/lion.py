@@ -71,7 +71,6 @@ class OneBitLion(CompressedOptimizer):
     ) -> None:
         recipe = Recipe(
             algorithm=Lion,
-            rule=lambda beta2: None,
             settings={"exchanges": "interpolation"},
             schedule={},
             stages=(0, 1),

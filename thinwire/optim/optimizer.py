@@ -4,11 +4,13 @@ saved."""
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
+import warnings
 import weakref
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, Self, overload
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -18,13 +20,14 @@ from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import raise_together
 from thinwire.compress.kernels.loading import compiled_backend
+from thinwire.optim.algorithm import FreezeStep
 from thinwire.optim.home import AlgorithmHome
-from thinwire.optim.options import HomeKeywords, HomeOptions, Recipe
+from thinwire.optim.options import HomeKeywords, HomeOptions, Recipe, earliest_freeze, find_peak
 from thinwire.optim.replicated.home import ReplicatedHome
 from thinwire.optim.sharded.home import AlgorithmShardedHome
 from thinwire.zero.home import ring_bytes
 from thinwire.zero.master_weights import ShardedParameters
-from thinwire.zero.rank_checks import check_same_kind
+from thinwire.zero.rank_checks import check_same_kind, check_same_on_every_rank
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 _STEPS_OF_A_MEAN = 16
@@ -40,28 +43,35 @@ class SavingsReport:
     Args:
         optimizer: whose end, or the process's, is the end of the run.
         comm: its ranks.
-        freezes: what says when it freezes, as in `freeze_step=1000`; empty where it compresses from the first step on.
+        recipe: what says when it freezes; another one may take its place.
         uncompressed: bytes that a ring all-reduce of its gradients sends in a step.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, comm: Communicator, *, freezes: str, uncompressed: int
+        self, optimizer: torch.optim.Optimizer, comm: Communicator, *, recipe: Recipe, uncompressed: int
     ) -> None:
         self._name = type(optimizer).__name__
-        self._freezes = freezes
+        self.recipe = recipe
         self._uncompressed_step = uncompressed
         self._steps = self._sent = self._uncompressed = 0
         self._frozen_at: int | None = None
+        self._peak = 0
         self._first_frozen: tuple[int, int] | None = None
         self.speaks = comm.speaks and comm.size > 1
-        when = f"it freezes by {freezes}" if freezes else "it compresses from the first step on"
+        when = f"it freezes by {self._freezes}" if self._freezes else "it compresses from the first step on"
         self._say(f"{self._name} on {comm.size} ranks: {_amount(uncompressed)} a step uncompressed; {when}")
         self.end = weakref.finalize(optimizer, self._end, os.getpid())
         """Say what the run has saved; only once, at the latest when the process ends."""
 
-    def note(self, steps: int, frozen_at: int | None, sent: int, uncompressed: int) -> None:
-        """Take note of a step: the counts of all steps so far."""
+    @property
+    def _freezes(self) -> str:
+        step = self.recipe.freeze_step
+        return "" if step is None else f"{self.recipe.freeze_option}={step!r}"
+
+    def note(self, steps: int, frozen_at: int | None, sent: int, uncompressed: int, peak: int) -> None:
+        """Take note of a step: the counts of all steps so far, and the step with the highest rate."""
         self._steps, self._frozen_at, self._sent, self._uncompressed = steps, frozen_at, sent, uncompressed
+        self._peak = peak
         if frozen_at is None or not self._freezes:
             return
         if self._first_frozen is None and steps > frozen_at:
@@ -79,12 +89,22 @@ class SavingsReport:
         if self._freezes and self._frozen_at is None and self._sent > _NOTHING_SAVED * self._uncompressed:
             self._say(
                 f"{self._name} never froze in {self._steps:,} steps, so that it saved nothing to speak of: "
-                f"{self._freezes} should come after about a fifth of the steps"
+                + self._advice()
             )
             return
         self._say(
             f"{self._name} sent {_amount(self._sent)} in {self._steps:,} steps, "
             f"{_amount(max(0, self._uncompressed - self._sent))} less than uncompressed gradients"
+        )
+
+    def _advice(self) -> str:
+        if self.recipe.freeze_step == "auto":
+            return "the variance had not settled, after which freeze_step='auto' freezes"
+        step = max(self._peak, math.ceil(self._steps / 5))
+        auto = " or 'auto'" if self.recipe.freeze_option == "freeze_step" else ""
+        return (
+            f"{self._freezes} comes after the end. {step:,}{auto} would not, and neither before the learning rate is "
+            "at its highest nor before a fifth of the steps"
         )
 
     def _say(self, line: str) -> None:
@@ -97,6 +117,47 @@ def _amount(count: float) -> str:
     size, unit = (1e9, "GB") if count >= 1e9 else (1e6, "MB") if count >= 1e5 else (1e3, "kB")
     value = count / size
     return f"{value:.2f} {unit}" if value < 10 else f"{value:.0f} {unit}"
+
+
+class FreezeOption:
+    """The option that says when the warmup ends, as an attribute that can be set until it has ended: on every rank,
+    which is collective.
+
+    Raises ValueError, on every rank, for what is no step to come, or differs between ranks, and RuntimeError once all
+    parameters are frozen.
+    """
+
+    @overload
+    def __get__(self, optimizer: None, owner: object) -> Self: ...
+    @overload
+    def __get__(self, optimizer: CompressedOptimizer, owner: object) -> FreezeStep: ...
+    def __get__(self, optimizer: CompressedOptimizer | None, owner: object) -> Self | FreezeStep:
+        """Read it."""
+        if optimizer is None:
+            return self
+        step = optimizer._home.recipe.freeze_step
+        assert step is not None
+        return step
+
+    def __set__(self, optimizer: CompressedOptimizer, step: FreezeStep) -> None:
+        """Have parameters that are not frozen yet freeze then."""
+        home, error = optimizer._home, None
+        recipe = replace(home.recipe, freeze_step=step)
+        option = recipe.freeze_option
+        taken = max((one.clock.steps for one in home.groups if not one.clock.frozen), default=0)
+        try:
+            recipe.rule(0.0)
+            if home.frozen:
+                raise RuntimeError(
+                    f"{option}={step!r} comes too late: the optimizer has been frozen since step {home.frozen_at}"
+                )
+            if isinstance(step, int) and step <= taken:
+                raise ValueError(f"{option}={step} has passed: {taken} steps were taken. Give a later one")
+        except (ValueError, RuntimeError) as raised:
+            error = raised
+        raise_together(optimizer.comm, error, f"set {option}")
+        check_same_on_every_rank(optimizer.comm, [], [], {option: step})
+        home.recipe = optimizer._savings.recipe = recipe
 
 
 class CompressedOptimizer(SynchronizedOptimizer):
@@ -142,16 +203,15 @@ class CompressedOptimizer(SynchronizedOptimizer):
                 chosen.named_parameters,
                 chosen.sharding,
                 optimizer=name,
-                settings={**chosen.compared(), **recipe.settings, **recipe.schedule},
+                settings={**chosen.compared(), **recipe.compared},
             )
             home = AlgorithmShardedHome(sharded, chosen, recipe)
         self._move_in(home, chosen.averaging.times_mean(self.comm.size))
-        freezes = [f"{option}={value!r}" for option, value in recipe.schedule.items() if "freeze_step" in option]
         held = [one for group in self.param_groups for one in group["params"]]
         for device in {one.device for one in held if one.is_cuda}:
             compiled_backend(device.type)  # compression begins hours later, too late to tell that there is no compiler
         uncompressed = ring_bytes(self.comm.size, [one for one in held if one.requires_grad])
-        self._savings = SavingsReport(self, self.comm, freezes="".join(freezes), uncompressed=uncompressed)
+        self._savings = SavingsReport(self, self.comm, recipe=recipe, uncompressed=uncompressed)
         if self._savings.speaks:
             self.register_step_post_hook(self._note_step)
 
@@ -172,12 +232,51 @@ class CompressedOptimizer(SynchronizedOptimizer):
     def _note_step(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
         assert isinstance(optimizer, CompressedOptimizer)
         sent = optimizer.bytes_sent, optimizer.bytes_uncompressed
-        optimizer._savings.note(optimizer.steps, optimizer.frozen_at, *sent)
+        peaks = [group.peak.step for group in optimizer._home.groups]
+        optimizer._savings.note(optimizer.steps, optimizer.frozen_at, *sent, max(peaks, default=0))
 
     @override
     def close(self) -> None:
         self._savings.end()
         super().close()
+
+    def check_schedule(self, schedule: Any, total_steps: int | None = None, every: int = 1) -> None:
+        """Raise ValueError if a step that was given to freeze after comes too early: before `schedule` has its highest
+        learning rate, or in the first of `total_steps`; warn, on rank 0, if it comes after all of these.
+
+        `schedule`: None for a constant rate. `every`: steps between two of the schedule's. One that cannot be foreseen
+        passes: the freeze itself then warns.
+        """
+        recipe, done = self._home.recipe, self.steps
+        step, option = recipe.freeze_step, recipe.freeze_option
+        if not isinstance(step, int) or self.frozen:
+            return
+        if total_steps is not None and step >= total_steps:
+            if option == "freeze_step" and self.comm.size > 1 and self.comm.rank == 0:
+                warnings.warn(
+                    f"{option}={step:,} comes after the end of this run of {total_steps:,} steps, none of which will "
+                    "be compressed: give an earlier step, or 'auto'",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+            return
+        ahead = math.ceil(((2 * step if total_steps is None else total_steps) - done) / every)
+        highest = None if schedule is None else find_peak(schedule, ahead)
+        peak = 1 if highest is None else done + (highest - 1) * every + 1
+        earliest = earliest_freeze(peak, total_steps or 0, max(group["betas"][1] for group in self.param_groups))
+        if step < earliest:
+            within = f"in the learning rate's warmup, which rises until step {peak}"
+            early = f"after too few of {total_steps} steps"
+            auto = ", or 'auto', which finds a step" if option == "freeze_step" else ""
+            raise ValueError(
+                f"{option}={step} freezes the variance {within if step < peak else early}: a model that trains on with "
+                f"the variance of its first steps learns little. Give {option}={earliest} or later{auto}"
+            )
+
+    @property
+    def optimizer(self) -> Self:
+        """This optimizer, for scripts that expect another one around it."""
+        return self
 
     @property
     def frozen(self) -> bool:

@@ -3,7 +3,9 @@ checked before anything is sent, so that no collective can mismatch later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypedDict
 
@@ -13,8 +15,8 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
-from thinwire.optim.algorithm import Algorithm, FreezeRule
-from thinwire.optim.step import AdamSettings
+from thinwire.optim.algorithm import Algorithm, FreezeRule, FreezeStep, make_freeze_rule
+from thinwire.optim.step import ROUNDING, AdamSettings, Peak
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
 
@@ -222,6 +224,8 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ValueError(f"eps must be above 0, got {group['eps']}")
     if not _number("weight_decay", group["weight_decay"]) >= 0:
         raise ValueError(f"weight_decay must be at least 0, got {group['weight_decay']}")
+    for name in group.keys() & {"freeze_step", "var_freeze_step"}:
+        raise ValueError(f"{name} belongs to all parameter groups: pass it to the class, or set it on the optimizer")
     if group.get("maximize") or group.get("amsgrad"):
         raise ValueError("a compressed optimizer has no maximize and no amsgrad: it descends, with one variance")
     if group.get("exp_avg_mask") is not None:
@@ -255,26 +259,105 @@ def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
     return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
 
 
+# How early a variance may be frozen: it is one of gradients that the model leaves behind
+
+_PLATEAU = 1000
+"""Steps without a higher rate after which none is expected, beside as many as it took to rise so far."""
+
+
+_LEAST_PART = 5
+"""A variance that goes on growing as the step number is too small by so many times at the end."""
+
+
+def earliest_freeze(peak: int, total_steps: int, beta2: float) -> int:
+    """The first step after which a variance may be frozen, of a run whose learning rate is highest at step `peak`: not
+    before that, nor before a fifth of the steps, or in long runs, a half-life of the variance's memory."""
+    half_life = math.log(0.5) / math.log(beta2) if beta2 > 0 else 0.0
+    return max(peak, math.ceil(min(total_steps / _LEAST_PART, half_life)))
+
+
+def find_peak(schedule: Any, steps: int) -> int | None:
+    """The first of the next `steps` steps of a schedule, from 1 on, at which rates are as high as they become before
+    they fall; None if the schedule does not say, as one that looks at a metric. The schedule stays as it is."""
+    peak = Peak()
+    try:
+        for step, rates in enumerate(_rates_to_come(schedule), start=1):
+            peak.take(step, rates)
+            fell = all(now < highest * (1 - ROUNDING) for now, highest in zip(rates, peak.rates, strict=True))
+            if fell or step == steps or step > 2 * peak.step + _PLATEAU:
+                break
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):  # of a class that we do not know
+        return None
+    return peak.step
+
+
+def _rates_to_come(schedule: Any) -> Iterator[list[float]]:
+    """The rates of every parameter group, step by step, of a copy that steers nothing."""
+    stand_in = _StandIn(schedule.optimizer)
+    copied = copy.deepcopy(schedule, {id(schedule.optimizer): stand_in})
+    while True:
+        yield [float(group["lr"]) for group in stand_in.param_groups]
+        copied.step()
+
+
+class _StandIn:
+    """What a schedule's copy steers: an optimizer's hyperparameters without its parameters."""
+
+    _opt_called = True  # else torch warns that the schedule is stepped before the optimizer
+
+    def __init__(self, optimizer: Any) -> None:
+        self.defaults: Mapping[str, Any] = dict(optimizer.defaults)
+        self.param_groups = [
+            {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in group.items()
+                if name != "params"
+            }
+            for group in optimizer.param_groups
+        ]
+
+    def step(self) -> None:
+        """Nothing: a schedule looks for it."""
+
+
+_StandIn.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """An algorithm, when it freezes, and what has to hold of its options.
 
     Args:
         algorithm: makes one, for parameters that enter together.
-        rule: makes the rule that ends their warmup, given the largest β₂; None where there is none.
         settings: what ranks and checkpoints have to agree on, as it gives momenta and residuals their meaning.
-        schedule: what ranks have to agree on, and a resume may change.
+        schedule: what ranks have to agree on, and a resume may change, beside `freeze_step`.
         stages: those that the algorithm has.
         check: raises ValueError for options that cannot work.
         check_group: the same for a parameter group, or the defaults of one.
         hyperparameters: the class of a parameter group's.
+        freeze_step: the step after which the warmup ends, or "auto"; None where there is none.
+        freeze_option: its name.
     """
 
     algorithm: Callable[[], Algorithm]
-    rule: Callable[[float], FreezeRule | None]
     settings: Mapping[str, Any]
     schedule: Mapping[str, Any]
     stages: Sequence[int]
     check: Callable[[], None]
     check_group: Callable[[Mapping[str, Any]], None] = check_group
     hyperparameters: type[AdamSettings] = AdamSettings
+    freeze_step: FreezeStep | None = None
+    freeze_option: str = "freeze_step"
+
+    def rule(self, beta2: float) -> FreezeRule | None:
+        """Make the rule that ends a warmup, given the largest β₂. Raises ValueError for a bad `freeze_step`."""
+        if self.freeze_step is None:
+            return None
+        if self.freeze_option != "freeze_step":  # nothing else can be "auto"
+            check_count(self.freeze_option, self.freeze_step)
+        return make_freeze_rule(self.freeze_step, beta2)
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """What ranks have to agree on."""
+        return {**self.settings, **self.schedule, self.freeze_option: self.freeze_step}

@@ -79,6 +79,29 @@ class Clock:
         return self.frozen_at is not None
 
 
+ROUNDING = 1e-9
+"""Of a learning rate: what differs by less is the same."""
+
+
+class Peak:
+    """The highest learning rate of each parameter group so far; `step`: the last that raised one of them."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.step = 0
+
+    def raised_by(self, rates: Sequence[float]) -> bool:
+        """Whether one of these is higher than it has been."""
+        return any(now > before * (1 + ROUNDING) for now, before in zip(rates, self.rates, strict=False))
+
+    def take(self, step: int, rates: Sequence[float]) -> None:
+        """Take note of the rates that `step` has."""
+        if len(rates) != len(self.rates):
+            self.rates, self.step = list(rates), step
+        elif self.raised_by(rates):
+            self.rates, self.step = list(map(max, rates, self.rates)), step
+
+
 class Parameters:
     """An optimizer's parameters by number, with the hyperparameters of their groups now.
 

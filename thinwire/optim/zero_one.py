@@ -13,8 +13,8 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from thinwire.optim.adam import Compressed, bound_updates, decay, frozen_update, track_variances
-from thinwire.optim.algorithm import Agreement, Algorithm, FixedFreeze, Form, Keep, LocalSteps
-from thinwire.optim.optimizer import CompressedOptimizer
+from thinwire.optim.algorithm import Agreement, Algorithm, Form, Keep, LocalSteps
+from thinwire.optim.optimizer import CompressedOptimizer, FreezeOption
 from thinwire.optim.options import HomeKeywords, Recipe, check_compress, check_count
 from thinwire.optim.step import AdamSettings, Clock, Contribution, Members, Send
 from thinwire.optim.storage import raise_smallest
@@ -299,6 +299,8 @@ class ZeroOneAdam(CompressedOptimizer):
     local step that rank alone adds nothing, see `left_out_steps`.
     """
 
+    var_freeze_step = FreezeOption()
+
     def __init__(
         self,
         params: ParamsT,
@@ -328,13 +330,13 @@ class ZeroOneAdam(CompressedOptimizer):
         def check() -> None:
             check_compress(amsgrad, compress, options.get("stage", 0))
             ZeroOneSchedule(**intervals)
-            check_count("var_freeze_step", var_freeze_step)
 
         recipe = Recipe(
             algorithm=lambda: ZeroOne(compress, ZeroOneSchedule(**intervals)),
-            rule=lambda beta2: FixedFreeze(var_freeze_step),
             settings={"compress": compress},
-            schedule={"var_freeze_step": var_freeze_step, **intervals},
+            schedule=intervals,
+            freeze_step=var_freeze_step,
+            freeze_option="var_freeze_step",
             stages=(0, 1),
             check=check,
         )

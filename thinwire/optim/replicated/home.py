@@ -157,7 +157,7 @@ class ReplicatedHome(AlgorithmHome):
             error = raised
         raise_together(self.comm, error, "build its optimizer")
         names = [self._table.known_name(one) for one in tensors]
-        compared = {"names": names, **self._options.compared(), **self._recipe.settings, **self._recipe.schedule}
+        compared = {"names": names, **self._options.compared(), **self._recipe.compared}
         rank_checks.check_same_on_every_rank(self.comm, tensors, self._table.groups, compared)
         rank_checks.broadcast_from_rank_0(self.comm, tensors)
         for parameter, group_number in new:
