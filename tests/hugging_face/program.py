@@ -121,6 +121,21 @@ def resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
         assert same_tensors(expected, found)
         assert optimizer_of(resumed).frozen_at == optimizer_of(whole).frozen_at
         assert logged(resumed) == logged(whole)
+        refuses_other_random_numbers(comm, Path(arguments.output_dir, "checkpoint-5"), make)
+
+
+def refuses_other_random_numbers(comm: Communicator, checkpoint: Path, make: Any) -> None:
+    """Every rank, where one rank's file is gone or damaged."""
+    lost = checkpoint / "rng_state_1.pth"
+    content = lost.read_bytes()
+    for damaged, message in ((None, "is missing"), (content[:100], "cannot be read")):
+        comm.barrier()
+        if comm.rank == 0:
+            lost.unlink(missing_ok=True)
+            lost.write_bytes(damaged) if damaged is not None else None
+        comm.barrier()
+        with pytest.raises((RuntimeError, ValueError), match=rf"rng_state_1.pth {message}.*put a copy of another rank"):
+            make(2).train(resume_from_checkpoint=str(checkpoint))
 
 
 def evaluates_common_weights_and_keeps_the_best(comm: Communicator, folder: Path) -> None:

@@ -25,8 +25,8 @@ def save_optimizer(optimizer: SynchronizedOptimizer, folder: str | os.PathLike[s
         raise CheckpointError(f"the optimizer's state was not saved to {folder}: rank 0 has warned of what failed")
 
 
-def load_optimizer(optimizer: SynchronizedOptimizer, folder: str | os.PathLike[str], tag: str, advice: str) -> None:
-    """Load what `save_optimizer` wrote, on any number of ranks. Collective.
+def load_optimizer(optimizer: SynchronizedOptimizer, folder: str | os.PathLike[str], tag: str, advice: str) -> int:
+    """Load what `save_optimizer` wrote, on any number of ranks; returns how many had saved it. Collective.
 
     `advice`: what to do where it is not there.
 
@@ -41,3 +41,4 @@ def load_optimizer(optimizer: SynchronizedOptimizer, folder: str | os.PathLike[s
     assert found is not None, "a tag was given"
     with found:
         optimizer.load(found)
+        return found.world_size

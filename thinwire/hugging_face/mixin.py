@@ -12,7 +12,9 @@ import torch
 import transformers
 from transformers import get_scheduler
 
+from thinwire.comm.agreement import on_every_rank
 from thinwire.engine import Engine
+from thinwire.engine.errors import CheckpointError
 from thinwire.engine.optimizer_checkpoints import load_optimizer, save_optimizer
 from thinwire.hugging_face.acceleration import (
     adapt_accelerator,
@@ -39,6 +41,11 @@ else:
 
 
 _SCHEDULE = "scheduler.pt"  # as transformers calls it
+_OF_ONE_RANK = (
+    "the random state of one rank, which would go on with other dropout and data than it had: copy it from where the "
+    "checkpoint was saved, or resume from an earlier one. To go on with other random numbers, put a copy of another "
+    "rank's file in its place"
+)
 
 
 class TrainerMixin(_Trainer):
@@ -65,6 +72,7 @@ class TrainerMixin(_Trainer):
 
     _thinwire_config: ThinwireConfig | None = None
     _engine_training: EngineTraining | None = None
+    _saved_by: int | None = None  # ranks, what was resumed from
 
     def __init__(self, *arguments: Any, thinwire_config: ThinwireConfig | None = None, **options: Any) -> None:
         self._thinwire_config = thinwire_config
@@ -117,7 +125,7 @@ class TrainerMixin(_Trainer):
         """
         if self._engine_training is not None:
             return super().create_optimizer(model)
-        self._refuse_a_model_in_shards()
+        _refuse_a_model_in_shards(self)
         given = self.optimizer_cls_and_kwargs
         if self.optimizer is None:
             self.optimizer_cls_and_kwargs = self._with_arguments(given)
@@ -127,14 +135,6 @@ class TrainerMixin(_Trainer):
             self.optimizer_cls_and_kwargs = given
         synchronized(optimizer).attach(self.model)
         return optimizer
-
-    def _refuse_a_model_in_shards(self) -> None:
-        if self.is_distributed_loading_by_transformers:
-            raise ValueError(
-                "the model was loaded in shards, and thinwire begins with it whole on every rank: load it without a "
-                "distributed configuration; stage=1 or stage=2 of OneBitAdam shards the optimizer's state, and "
-                "thinwire_config the model too"
-            )
 
     def _with_arguments(self, given: tuple[Any, Mapping[str, Any]] | None) -> tuple[Any, dict[str, Any]]:
         kind, options = given or (None, {})
@@ -160,7 +160,7 @@ class TrainerMixin(_Trainer):
             prepared = prepare(max_steps, train_dataloader, resume_from_checkpoint)
             check_freeze(self._synchronized, self.lr_scheduler, max_steps)
             return prepared
-        self._refuse_a_model_in_shards()
+        _refuse_a_model_in_shards(self)
         arguments: Any = self.args
 
         def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
@@ -278,8 +278,32 @@ class TrainerMixin(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        load_optimizer(self._synchronized, checkpoint, TAG, NOTHING_TO_GO_ON_FROM)
+        self._saved_by = load_optimizer(self._synchronized, checkpoint, TAG, NOTHING_TO_GO_ON_FROM)
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULE), weights_only=True))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore this rank's random numbers; on another number of ranks than has saved, of those that were there.
+
+        Raises CheckpointError, on every rank, where a rank's file is gone or damaged: it would draw other numbers.
+        """
+        if checkpoint is None:
+            return
+        load, arguments, engine = super()._load_rng_state, self.args, self._engine
+        saved_by = self._saved_by if engine is None else engine.loaded_checkpoint_dp_world_size
+        name = f"rng_state_{arguments.process_index}.pth" if arguments.world_size > 1 else "rng_state.pth"
+
+        def restore() -> None:
+            path = os.path.join(checkpoint, name)
+            if not os.path.isfile(path):
+                if saved_by == arguments.world_size:
+                    raise CheckpointError(f"{path} is missing, {_OF_ONE_RANK}")
+                return
+            try:
+                load(checkpoint)
+            except Exception as error:
+                raise CheckpointError(f"{path} cannot be read ({error}), {_OF_ONE_RANK}") from error
+
+        on_every_rank(self._stepped.comm, restore, "restore its random numbers", (CheckpointError,))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._engine_training is None:  # else the engine loads the weights with all the rest
@@ -297,6 +321,15 @@ class TrainerMixin(_Trainer):
     def _stepped(self) -> Any:
         """The thinwire optimizer, by itself or the engine's."""
         return self._synchronized if self._engine is None else self._engine.optimizer
+
+
+def _refuse_a_model_in_shards(trainer: TrainerMixin) -> None:
+    if trainer.is_distributed_loading_by_transformers:
+        raise ValueError(
+            "the model was loaded in shards, and thinwire begins with it whole on every rank: load it without a "
+            "distributed configuration; stage=1 or stage=2 of OneBitAdam shards the optimizer's state, and "
+            "thinwire_config the model too"
+        )
 
 
 def _leave_evaluation(optimizer: Any) -> None:
