@@ -86,6 +86,44 @@ def gradients_are_averages(comm: Communicator, stage: int) -> None:
     assert torch.equal(utils.safe_get_full_optimizer_state(engine.module.unused, "exp_avg"), torch.zeros(4))
 
 
+def what_is_shown_is_what_is_stepped(comm: Communicator, stage: int, own: bool = False, **changes: Any) -> None:
+    """By SGD, whatever gradients are divided by: what is read before a step, and what is set in its place."""
+    accumulation = 4 if own else 2
+    plain = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_accumulation_steps": accumulation}
+    engine = make_engine(comm, settings(stage, **plain, **changes))
+    summed = comm.size if changes.get("gradient_allreduce_op") == "sum" else 1
+    scale = 2.0**8 if "fp16" in changes else 1.0
+    for step in range(2):
+        model = make_model()
+        for name, one in model.named_parameters():
+            found = utils.safe_get_full_fp32_param(engine.module.get_parameter(name))
+            one.data = one.data if found is None else found
+        for micro in range(accumulation):
+            loss = loss_of(engine, comm.rank, step * accumulation + micro)
+            loss.backward() if own else engine.backward(loss)
+            engine.step() if micro < accumulation - 1 else None
+            for rank in range(comm.size):
+                (loss_of(model, rank, step * accumulation + micro) * summed / (accumulation * comm.size)).backward()
+        for name, one in trained(engine).items():
+            expected = model.get_parameter(name).grad
+            tolerance = {"rtol": 3e-2, "atol": 3e-2} if "fp16" in changes else {"rtol": 1e-4, "atol": 1e-5}
+            torch.testing.assert_close(utils.safe_get_full_grad(one) / scale, expected, **tolerance)
+            if step:
+                utils.safe_set_full_grad(one, expected.sign() * scale)
+                torch.testing.assert_close(utils.safe_get_full_grad(one), expected.sign() * scale)
+                expected.sign_()
+            if stage == 3:
+                shard = utils.safe_get_local_grad(one)
+                utils.safe_set_local_grad(one, shard)
+                torch.testing.assert_close(utils.safe_get_local_grad(one), shard)
+        engine.step()
+        gradients = [model.get_parameter(name).grad for name in trained(engine)]
+        assert engine.get_global_grad_norm() == pytest.approx(float(nn.utils.get_total_norm(gradients)), rel=1e-2)
+        for name, one in trained(engine).items() if step else ():
+            moved = model.get_parameter(name).detach() - 0.1 * model.get_parameter(name).grad
+            torch.testing.assert_close(utils.safe_get_full_fp32_param(one), moved, rtol=1e-4, atol=1e-5)
+
+
 def bad_values(comm: Communicator, stage: int) -> None:
     engine = make_engine(comm, settings(stage))
     weight = engine.module.mix.weight

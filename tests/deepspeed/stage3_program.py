@@ -33,6 +33,8 @@ def main() -> None:
     comm = communication.init(quiet=True)
     parameter_access.what_was_set_is_what_is_stepped(comm, 3, fp16={"enabled": True, "initial_scale_power": 8})
     parameter_access.gradients_are_averages(comm, 3)
+    for changes in ({"gradient_allreduce_op": "sum"}, {"own": True}, {"gradient_predivide_factor": 3.0, "own": True}):
+        parameter_access.what_is_shown_is_what_is_stepped(comm, 3, **changes)
     parameter_access.bad_values(comm, 3)
     parameter_access.one_rank_changes_gathered_weights(comm, 3, **BF16)
     for body in [*vars(stage3_access).values(), *globals().values()]:

@@ -20,6 +20,17 @@ from thinwire.engine import NonFiniteError
 FP32, BF16, FP16 = {}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
 
 
+SUM, PRESCALED, PREDIVIDED = (
+    {"gradient_allreduce_op": "sum"},
+    {"prescale_gradients": True},
+    {"gradient_predivide_factor": 3.0},
+)
+SHOWN = [
+    *((stage, SUM | precision, ranks) for stage, precision, ranks in ((0, FP16, 2), (1, FP32, 3), (2, FP32, 2))),
+    *((stage, {"own": True}, 2) for stage in (0, 1, 2)),
+    *((stage, {"own": True} | SUM | PREDIVIDED, 2) for stage in (0, 2)),
+    *((stage, SUM | PRESCALED, 2) for stage in (0, 1)),
+]
 SET = [(0, FP32, 3), (1, FP32, 1), (1, FP32, 4), (2, FP32, 2), (0, BF16, 2), (1, BF16, 3), (2, FP16, 2)]
 
 
@@ -27,6 +38,7 @@ SET = [(0, FP32, 3), (1, FP32, 1), (1, FP32, 4), (2, FP32, 2), (0, BF16, 2), (1,
     ("body", "stage", "precision", "ranks"),
     [
         *((behaviours.what_was_set_is_what_is_stepped, *one) for one in SET),
+        *((behaviours.what_is_shown_is_what_is_stepped, *one) for one in SHOWN),
         *((behaviours.gradients_are_averages, stage, FP32, 2) for stage in (0, 1, 2)),
         *((behaviours.bad_values, stage, FP32, 2) for stage in (0, 1, 2)),
         *((behaviours.one_rank_changes_gathered_weights, *one, 3) for one in ((0, BF16), (1, FP32), (2, BF16))),

@@ -288,7 +288,7 @@ class StepBackwards:
                 "gradients differently: call one or the other in all micro-batches of a step"
             )
         scale = loss_scale.value if loss_scale is not None else 1.0
-        optimizer.loss_scale = scale
+        optimizer.summed, optimizer.loss_scale = 1, scale
         start = self.losses.start(loss, scale, parts, retain_graph)
         if layer_drop is not None and not self.accumulation.only_adds_up:
             optimizer.leave_out(layer_drop.dropped_parameters())
@@ -317,7 +317,7 @@ class StepBackwards:
                 RuntimeWarning,
                 stacklevel=3,
             )
-        self._optimizer.loss_scale = float(parts)
+        self._optimizer.summed, self._optimizer.loss_scale = parts, 1.0
         self.accumulation.end_backward()
 
     def warn_of_a_checkpoint(self, step: int) -> None:
@@ -341,7 +341,7 @@ class StepBackwards:
         self.losses.clear()
         self.accumulation.begin_step()
         if self._job.loss_scale is not None:
-            self._optimizer.loss_scale = self._job.loss_scale.value
+            self._optimizer.summed, self._optimizer.loss_scale = 1, self._job.loss_scale.value
 
 
 def _has_gradient(parameters: list[Tensor]) -> bool:

@@ -228,7 +228,7 @@ class NoOptimizer:
 
     def __init__(self, traffic: Traffic | None) -> None:
         self.param_groups: list[dict[str, Any]] = []
-        self.loss_scale = 1.0
+        self.loss_scale, self.summed = 1.0, 1
         self._traffic = traffic
 
     @property

@@ -43,9 +43,13 @@ class Held:
 
 
 class ParameterState(ABC):
-    """The values that an optimizer keeps for its parameters, by the parameter's number."""
+    """The values that an optimizer keeps for its parameters, by the parameter's number.
+
+    `taken`: how many times `gradient` a step takes: the number of ranks where that is their sum.
+    """
 
     comm: Communicator
+    taken: float = 1.0
     cuts_parameters: bool
     """Whether a rank has a part of every parameter only, as at stage 3."""
 
@@ -85,9 +89,11 @@ class ParameterState(ABC):
 
 
 class StateOwner(Protocol):
-    """What lives as long as the state does. `superseded`: the state of some of its parameters is another's now."""
+    """What lives as long as the state does. `superseded`: the state of some of its parameters is another's now.
+    `taken`: see ParameterState."""
 
     superseded: bool
+    taken: float
 
     def parameter_state(self) -> ParameterState:
         """What is held by parameter."""
@@ -134,7 +140,11 @@ def find_state(parameter: Tensor) -> tuple[ParameterState, int] | None:
     """Who holds a parameter's state, and its number there; None if no owner does."""
     noted: _Claim | None = getattr(parameter, _ATTRIBUTE, None)
     owner = None if noted is None else noted.owner()
-    return None if noted is None or owner is None else (owner.parameter_state(), noted.number)
+    if noted is None or owner is None:
+        return None
+    state = owner.parameter_state()
+    state.taken = owner.taken
+    return state, noted.number
 
 
 def whole_values(state: ParameterState, number: int, held: Held) -> tuple[Tensor, bool]:
@@ -197,7 +207,8 @@ class Home(ABC):
     elastic = False  # whether parameters may be added later
     comm: Communicator
     watcher: BackwardWatcher  # of the parameters' backwards
-    loss_scale: float = 1.0  # what gradients are times
+    loss_scale: float = 1.0  # what averages are divided by
+    taken: float = 1.0  # how many times them a step takes, the loss scale of its backwards aside
     scaled: bool | None = None  # whether a GradScaler steps the optimizer; None until the first step
     uncompressed_step_bytes: int  # what a ring all-reduce of the gradients sends, in the parameters' dtype
     parameters: Sequence[Tensor]  # whose gradients are synchronised

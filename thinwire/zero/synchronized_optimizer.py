@@ -28,10 +28,10 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     A subclass makes its home, `_home`, and calls `_move_in`. `comm`: the ranks. `max_norm`: the averaged gradient's
     2-norm is clipped to it; 0 does not clip. `last_step`: what became of the last step. `skipped_steps`: steps skipped
     because a gradient was not finite. `bytes_uncompressed`: what a ring all-reduce of the gradients in the parameters'
-    own dtype would have sent for the same steps. `loss_scale_config`, `loss_scaler`: an engine's loss scale; None
-    without an engine. `dynamic_loss_scale`: whether that follows from overflows. `in_training`: false after `eval`.
-    `steps_alone`: whether a worker may skip a step that others take, and asks no other. `comes_and_goes`: whether this
-    worker may be one of those that join late, so that nothing can count its steps but `steps`.
+    own dtype would have sent for the same steps. `loss_scale_config`, `loss_scaler`: an engine's loss scale, or None.
+    `dynamic_loss_scale`: whether that follows from overflows. `summed`: micro-batches that gradients are sums over
+    where a mean is wanted, from the next `loss_scale` on. `in_training`: false after `eval`. `steps_alone`: whether a
+    worker may skip a step that others take. `comes_and_goes`: whether it may join late: `steps` alone counts its steps.
     """
 
     # GradScaler then passes its scale in and leaves the unscaling to step().
@@ -53,7 +53,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         self._home = home
         self._process = None if home.comm.size == 1 and not self.comes_and_goes else os.getpid()
         self._saved_name = self._saved_name or type(self).__name__
-        self._times_mean = times_mean
+        self._times_mean, self.summed = times_mean, 1
         self.loss_scale = 1.0
         self._groups, self._held = self.param_groups, sum(len(group["params"]) for group in self.param_groups)
         self.last_step: StepResult = NOT_STEPPED
@@ -97,12 +97,12 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """What gradients are times; set it before backward(). A GradScaler sets it by itself."""
-        return self._home.loss_scale * self._times_mean
+        return self._home.loss_scale * self._home.taken
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
-        # A home divides means by it, and so gets as many times the mean.
-        self._home.loss_scale = scale / self._times_mean
+        self._home.taken = self._times_mean / self.summed
+        self._home.loss_scale = scale / self._home.taken  # it divides means by that
 
     cur_scale = loss_scale
 

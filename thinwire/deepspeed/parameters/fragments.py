@@ -89,16 +89,17 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """The gradient of the step in flight, between backward() and step(): a new tensor. Collective.
 
-    After a backward that was synchronised it is the average over the ranks, in fp32; while gradients only add up, it is
-    what this rank's `.grad` holds. In fp16 it is times the loss scale. None where there is none. Raises RuntimeError
-    for a frozen 1-bit optimizer, which averages momenta and not gradients.
+    After a backward that was synchronised it is what step() takes, in fp32: the average over micro-batches and ranks,
+    or with "gradient_allreduce_op" "sum" the sum over these; in fp16 times the loss scale of the backward. While
+    gradients only add up, it is what this rank's `.grad` holds. None where there is none. Raises RuntimeError for a
+    frozen 1-bit optimizer, which averages momenta and not gradients.
     """
     found = find_state(param)
     held = None if found is None else found[0].gradient(found[1])
     if found is None or held is None:
         own = gradient_of(param)
         return None if own is None else _plain(own).clone()
-    return whole_values(*found, held)[0]
+    return _times(whole_values(*found, held)[0], found[0].taken)
 
 
 @torch.no_grad()
@@ -112,7 +113,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     written = _checked(state, number, value)
     held = state.gradient(number)
     if held is not None:
-        _write(held, written)
+        _write(held, _times(written, 1 / state.taken))
         state.after_writing_gradient(number)
         return
     own = gradient_of(param)
@@ -166,15 +167,15 @@ def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key
 
 @torch.no_grad()
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
-    """This rank's shard of a stage 3 parameter's averaged gradient, [elements]: a copy; None where there is none."""
+    """This rank's shard of the gradient that safe_get_full_grad gives, [elements]: a copy; None where there is none."""
     found = _local(param)
     held = None if found is None else found[0].gradient(found[1])
-    return None if found is None or held is None else _copied(found, held)
+    return None if found is None or held is None else _times(_copied(found, held), found[0].taken)
 
 
 @torch.no_grad()
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
-    """Write this rank's shard of a stage 3 parameter's averaged gradient, which the next step() takes.
+    """Write this rank's shard of a stage 3 parameter's gradient, which the next step() takes.
 
     Raises ValueError where there is no gradient, and as safe_set_local_fp32_param does.
     """
@@ -182,7 +183,7 @@ def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
     held = state.gradient(number)
     if held is None:
         raise ValueError(_NO_GRADIENT)
-    _write_own(held, value)
+    _write_own(held, value, 1 / state.taken)
     state.after_writing_gradient(number)
 
 
@@ -257,17 +258,21 @@ def _write(held: Held, value: Tensor) -> None:
         one.values.copy_(flat[one.start : one.start + one.values.numel()])
 
 
-def _write_own(held: Held, value: Tensor) -> None:
+def _write_own(held: Held, value: Tensor, factor: float = 1.0) -> None:
     numel = sum(one.values.numel() for one in held.fragments)
     if not isinstance(value, Tensor) or value.shape != (numel,):
         given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
             f"this rank has {numel} elements of the parameter: the value must be of shape ({numel},), got {given}"
         )
-    done = 0
+    done, value = 0, _times(value, factor)
     for one in held.fragments:
         one.values.copy_(value[done : done + one.values.numel()])
         done += one.values.numel()
+
+
+def _times(value: Tensor, factor: float) -> Tensor:
+    return value if factor == 1.0 else value * factor
 
 
 def _copied(found: tuple[ParameterState, int], held: Held) -> Tensor:

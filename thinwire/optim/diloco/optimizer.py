@@ -152,7 +152,7 @@ class DiLoCo(SynchronizedOptimizer):
         workers = elastic.workers if elastic is not None else self.comm.size if links is None else links.num_nodes
         rate = default_outer_lr(workers, sum(one.numel for one in cut)) if outer_lr is None else float(outer_lr)
         self.outer = OuterSettings(rate, float(outer_momentum))
-        self._move_in(self._make_home(worker, names, cut, mix, links, elastic, settings))
+        self._move_in(self._make_home(worker, names, cut, mix, links, elastic, settings), worker.times_mean)
 
     @property
     def workers(self) -> int:

@@ -29,6 +29,7 @@ class Worker:
     """
 
     optimizer: torch.optim.Optimizer
+    times_mean: float = 1.0  # what its steps take, over the mean of its ranks' gradients
 
     def __init__(self, optimizer: torch.optim.Optimizer, comm: Communicator, max_norm: float) -> None:
         self.optimizer = optimizer
@@ -140,6 +141,7 @@ class NodeWorker(Worker):
     def __init__(self, optimizer: ShardedOptimizer, inside: Communicator) -> None:
         """`inside`: the node's ranks, to be closed with it."""
         self.optimizer = optimizer
+        self.times_mean = optimizer._times_mean
         self.watcher = optimizer._home.watcher
         self.parameters = [parameter for _, parameter in optimizer.saved_parameters()]
         self._inside = inside
@@ -148,7 +150,7 @@ class NodeWorker(Worker):
 
     @override
     def step(self, loss_scale: float, overflows: bool) -> StepResult:
-        self.optimizer.loss_scale = loss_scale
+        self.optimizer._home.loss_scale = loss_scale  # DiLoCo counts with what is inside
         self.optimizer._home.superseded = False  # by the optimizer around it, whose steps its own are
         self.optimizer.step()
         return self.optimizer.last_step
