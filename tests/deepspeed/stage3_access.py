@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tests.deepspeed.parameter_access import trained
-from tests.engine.tiny import FEATURES, batch, loss_of, make_engine, make_model, settings, train
+from tests.engine.tiny import FEATURES, Tiny, batch, loss_of, make_engine, make_model, settings, train
 from tests.refusing import refused
 from thinwire import deepspeed, initialize
 from thinwire.comm import Communicator
@@ -100,6 +100,54 @@ def gathered_parameters_are_plain_tensors(comm: Communicator) -> None:
     assert torch.equal(utils.safe_get_full_grad(weight), before)
     engine.step()
     train(engine, range(1, 3))
+
+
+def parameters_taken_before(comm: Communicator) -> None:
+    """What a script holds of a model stands for its shards, however the model was built: read, set and averaged."""
+    for shards in (False, True):
+        with zero.Init(enabled=shards):
+            model = make_model() if not shards else Tiny()
+        held = dict(model.named_parameters())
+        engine = initialize(model=model, config=settings(3), comm=comm)[0]
+        now = dict(engine.module.named_parameters())
+        train(engine, range(2))
+        engine.backward(loss_of(engine, comm.rank, 2))
+        assert held.keys() == now.keys()
+        for name, one in held.items():
+            for get in (utils.safe_get_full_fp32_param, utils.safe_get_full_grad, utils.safe_get_local_fp32_param):
+                if name != "nothing" or get is not utils.safe_get_local_fp32_param:
+                    torch.testing.assert_close(get(one), get(now[name]), rtol=0, atol=0)
+            if one is not now[name]:
+                assert (one.ds_id, one.ds_shape, one.ds_status) == (now[name].ds_id, now[name].shape, NOT_AVAILABLE)
+        weight, shown = held["mix.weight"], now["mix.weight"]
+        utils.safe_set_full_grad(weight, torch.ones(16, 16))
+        utils.safe_set_local_optimizer_state(weight, torch.ones(weight.ds_tensor.shape), "exp_avg")
+        assert torch.equal(utils.safe_get_full_grad(shown), torch.ones(16, 16))
+        assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg"), torch.ones(16, 16))
+        utils.safe_set_full_fp32_param(weight, torch.full((16, 16), 2.0))
+        average = torch.zeros(16, 16)
+        for wanted, parameters in enumerate(([weight], engine.module.parameters(), [weight, shown]), 2):
+            with zero.GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+                assert weight.ds_status is AVAILABLE
+                assert torch.equal(shown, torch.full((16, 16), float(wanted)))
+                average.lerp_(weight, 0.5)
+                if wanted == 3:
+                    weight.data = weight + 1
+                else:
+                    weight.add_(1 if comm.rank == 0 else 9)
+            assert torch.equal(utils.safe_get_full_fp32_param(shown), torch.full((16, 16), wanted + 1.0))
+            assert weight.numel() == 0
+        assert torch.equal(average, torch.full((16, 16), 3.0))
+        dropped = pytest.warns(RuntimeWarning, match=r"a change of 1 parameters .* is dropped")
+        with dropped, zero.GatheredParameters(weight), torch.no_grad():
+            weight.zero_()
+        with torch.no_grad():
+            engine(batch(0, 0)[0])  # which leaves it gathered
+        with zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+            weight.fill_(0.5)
+        assert torch.equal(utils.safe_get_full_fp32_param(weight), torch.full((16, 16), 0.5))
+        engine.step()
+        train(engine, range(3, 5))
 
 
 def shards_are_compared(comm: Communicator) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator, LoggedCommunicator, Traffic
@@ -130,14 +131,15 @@ class OptimizerBuilder:
 
         dtype = on_every_rank(self.comm, find_dtype, "shard its model", (ValueError,))
         joined = stage3.join_process_group(self.comm, self.device)
-        traffic = self._shard(dtype, PLAIN_AVERAGING)
-        self.prepared.describe(self.model, joined)
-        return traffic
+        return self._shard(dtype, PLAIN_AVERAGING, joined)
 
-    def _shard(self, dtype: torch.dtype, averaging: Averaging) -> Traffic:
+    def _shard(self, dtype: torch.dtype, averaging: Averaging, joined: Communicator) -> Traffic:
         offload = self.config.zero_optimization.offload_param
         options = {"offload": offload.device == "cpu", "pin": offload.pin_memory}
-        return stage3.shard_model(self.model, dtype, self.device, averaging, self.prepared, **options)
+        before: dict[str, weakref.ref[Tensor]] = {name: weakref.ref(one) for name, one in self.model.named_parameters()}
+        traffic = stage3.shard_model(self.model, dtype, self.device, averaging, self.prepared, **options)
+        self.prepared.describe(self.model, joined, before)
+        return traffic
 
     def _common_options(self, comm: Communicator) -> dict[str, Any]:
         dtype, zero = self.precision.dtype, self.config.zero_optimization
@@ -172,11 +174,10 @@ class OptimizerBuilder:
 
         dtype, names = on_every_rank(comm, plan, "shard its model", (ValueError, TypeError))
         joined = stage3.join_process_group(comm, self.device)
-        traffic = self._shard(dtype, averaging)
+        traffic = self._shard(dtype, averaging, joined)
         sharded = dict(model.named_parameters())
         for group, names_in_group in zip(groups, names, strict=True):
             group["params"] = [sharded[name] for name in names_in_group]
-        prepared.describe(model, joined)
         return FullyShardedOptimizer(
             model,
             groups,

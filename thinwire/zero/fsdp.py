@@ -3,6 +3,7 @@ it computes. It moves bytes over a torch process group, whatever the other stage
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -113,8 +114,9 @@ class Preparation:
         """Parameters of other modules that a module's forward uses."""
         return ()
 
-    def describe(self, model: nn.Module, comm: Communicator) -> None:
-        """Note on a model that has been sharded what users ask of it."""
+    def describe(self, model: nn.Module, comm: Communicator, before: Mapping[str, weakref.ref[Tensor]]) -> None:
+        """Note on a model that has been sharded what users ask of it, and on the parameters that it had `before`, by
+        name, which users may hold."""
 
 
 def is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:

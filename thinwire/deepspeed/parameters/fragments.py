@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.agreement import on_every_rank
+from thinwire.deepspeed.parameters.marks import current
 from thinwire.zero.gradient_seal import gradient_of
 from thinwire.zero.home import Held, ParameterState, find_state, local_values, whole_values
 
@@ -23,7 +24,7 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
 
     None for a parameter that no optimizer steps, such as a frozen one.
     """
-    found = find_state(param)
+    found = find_state(current(param))
     if found is None:
         return None
     state, number = found
@@ -52,7 +53,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     for a parameter that no optimizer steps. Collective. Raises ValueError, on every rank, where there is no such state,
     and RuntimeError where a frozen 1-bit optimizer keeps it in another form.
     """
-    found = find_state(param)
+    found = find_state(current(param))
     if found is None:
         return None
     state, number = found
@@ -94,10 +95,10 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     gradients only add up, it is what this rank's `.grad` holds. None where there is none. Raises RuntimeError for a
     frozen 1-bit optimizer, which averages momenta and not gradients.
     """
-    found = find_state(param)
+    found = find_state(current(param))
     held = None if found is None else found[0].gradient(found[1])
     if found is None or held is None:
-        own = gradient_of(param)
+        own = gradient_of(current(param))
         return None if own is None else _plain(own).clone()
     return _times(whole_values(*found, held)[0], found[0].taken)
 
@@ -116,7 +117,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
         _write(held, _times(written, 1 / state.taken))
         state.after_writing_gradient(number)
         return
-    own = gradient_of(param)
+    own = gradient_of(current(param))
     if own is None:
         raise ValueError(_NO_GRADIENT)
     own.copy_(written)
@@ -198,7 +199,7 @@ _NO_GRADIENT = (
 
 
 def _holder(param: Tensor, what: str) -> tuple[ParameterState, int]:
-    found = find_state(param)
+    found = find_state(current(param))
     if found is None:
         raise ValueError(
             f"this parameter, shape {tuple(param.shape)}, has no {what} to set: no optimizer of thinwire's holds it. "
@@ -208,7 +209,7 @@ def _holder(param: Tensor, what: str) -> tuple[ParameterState, int]:
 
 
 def _local(param: Tensor) -> tuple[ParameterState, int] | None:
-    found = find_state(param)
+    found = find_state(current(param))
     if (found is not None and not found[0].cuts_parameters) or (found is None and not hasattr(param, "ds_id")):
         raise ValueError(
             "the local forms are for parameters of stage 3, of which a rank has a shard, and this rank has all of this "

@@ -25,9 +25,11 @@ from thinwire.deepspeed.parameters.marks import (
     ParameterShard,
     ZeroParamStatus,
     communicator_of,
+    current,
     register_external_parameter,
     set_status,
     shard_of,
+    taken_before,
 )
 from thinwire.zero.fsdp import WHOLE, gathered, is_sharded, local_run, whole
 from thinwire.zero.home import find_state
@@ -117,7 +119,7 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given = [params] if isinstance(params, Tensor) else list(params)
+        given = [current(one) for one in ([params] if isinstance(params, Tensor) else params)]
         self._gatherings: list[_Gathering] = []
         self._comm: Communicator | None = None
         self._root = modifier_rank
@@ -244,8 +246,9 @@ class _Sharded(_Gathering):
     def __init__(self, parameter: Tensor, comm: Communicator | None) -> None:
         super().__init__(parameter)
         self.comm = comm
+        self._before = taken_before(parameter)  # which a script may read and write as well
         self._opened = False
-        self._version = 0
+        self._seen: list[tuple[int, int]] = []
 
     @override
     def open(self, writes: bool) -> None:
@@ -253,19 +256,28 @@ class _Sharded(_Gathering):
         if self._opened:
             show_whole(self.parameter, whole(self.parameter, self.parameter.device).clone())
             set_status(self.parameter, ZeroParamStatus.AVAILABLE)
-        self._version = self._whole()._version
+            if self._before is not None:
+                self._before.data = self._whole()
+                set_status(self._before, ZeroParamStatus.AVAILABLE)
+        self._seen = self._look()
+
+    def _look(self) -> list[tuple[int, int]]:
+        shown = (self._whole(), *([] if self._before is None else [self._before]))
+        return [(one._version, one.data_ptr()) for one in shown]
 
     @override
     def drops_a_change(self) -> bool:
-        return self._opened and self._whole()._version != self._version
+        return self._opened and self._look() != self._seen
 
     @override
     def keep(self, comm: Communicator, root: int) -> None:
         values = self._whole()
+        if self._before is not None and self._before.data_ptr() != self._seen[1][1]:  # `.data` was replaced
+            values.copy_(self._before)
         comm.broadcast(values, root)
         start, own = local_run(self.parameter)
         own.copy_(values.view(-1)[start : start + own.numel()])
-        self._version = values._version
+        self._seen = self._look()
         found = find_state(self.parameter)
         if found is not None:
             found[0].after_writing_weights(found[1], None)
@@ -275,6 +287,9 @@ class _Sharded(_Gathering):
         if self._opened:
             show_shard(self.parameter)
             set_status(self.parameter, ZeroParamStatus.NOT_AVAILABLE)
+            if self._before is not None:
+                self._before.data = self._before.data.new_empty(0)
+                set_status(self._before, ZeroParamStatus.NOT_AVAILABLE)
 
     def _whole(self) -> Tensor:
         values = gathered(self.parameter)

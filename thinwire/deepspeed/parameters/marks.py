@@ -27,14 +27,41 @@ class _Mark:
     def __init__(self, comm: Communicator, layer: nn.Module | None) -> None:
         self.comm = weakref.ref(comm)
         self.layer = None if layer is None else weakref.ref(layer)
+        self.now: weakref.ref[Tensor] | None = None
+        self.before: weakref.ref[Tensor] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
 
-def mark(parameter: Tensor, comm: Communicator, layer: nn.Module | None) -> None:
-    """Note the ranks, and the layer with which it is gathered; None for the model."""
-    setattr(parameter, _MARK, _Mark(comm, layer))
+def mark(parameter: Tensor, comm: Communicator, layer: nn.Module | None, before: Tensor | None = None) -> None:
+    """Note the ranks, and the layer with which it is gathered; None for the model.
+
+    `before`: what stood in its place, which users may hold: it shows no elements from now on, and stands for this one.
+    """
+    noted = _Mark(comm, layer)
+    setattr(parameter, _MARK, noted)
+    if before is not None and before is not parameter:
+        noted.before = weakref.ref(before)
+        stands = _Mark(comm, layer)
+        stands.now = weakref.ref(parameter)
+        setattr(before, _MARK, stands)
+        for name in _DESCRIPTION:
+            setattr(before, name, getattr(parameter, name))
+        before.grad, before.data = None, before.data.new_empty(0)
+
+
+def current(parameter: Any) -> Any:
+    """What stands now in the place of a parameter that was taken before `initialize`; any other is that itself."""
+    found: _Mark | None = getattr(parameter, _MARK, None)
+    now = None if found is None or found.now is None else found.now()
+    return parameter if now is None else now
+
+
+def taken_before(parameter: Tensor) -> Tensor | None:
+    """The one that stood in its place before `initialize`, if it is there still."""
+    found: _Mark | None = getattr(parameter, _MARK, None)
+    return None if found is None or found.before is None else found.before()
 
 
 def communicator_of(parameter: Tensor) -> Communicator | None:
@@ -69,6 +96,7 @@ def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
             "register_external_parameter takes a torch.nn.Module and a torch.nn.Parameter, got "
             f"{type(module).__name__} and {type(parameter).__name__}"
         )
+    parameter = current(parameter)
     layer = layer_of(parameter)
     if is_sharded(parameter) and layer is not None and all(module is not one for one in layer.modules()):
         raise RuntimeError(

@@ -3,6 +3,7 @@ whole model, and parameters then say of themselves what DeepSpeed's do. `PREPARE
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -85,18 +86,19 @@ class _Prepared(Preparation):
         return external_parameters(module)
 
     @override
-    def describe(self, model: nn.Module, comm: Communicator) -> None:
+    def describe(self, model: nn.Module, comm: Communicator, before: Mapping[str, weakref.ref[Tensor]]) -> None:
         # Parameters get `ds_id`, `ds_shape`, `ds_numel`, `ds_status` and `ds_tensor`, this rank's elements, flat.
         from torch.distributed.fsdp import FSDPModule  # half a second that only stage 3 should cost
 
         for module in filter(z3_leaf_module, model.modules()):
             complete_gradients(module)
+        held = {id(one): before[name]() for name, one in model.named_parameters()}
         for module in model.modules():  # outer ones first
             layer = module if isinstance(module, FSDPModule) and module is not model else None
             if module is model or layer is not None:
                 for parameter in module.parameters():
                     describe(parameter, parameter.shape, local_run(parameter)[1])
-                    mark(parameter, comm, layer)
+                    mark(parameter, comm, layer, held[id(parameter)])
                 _describe_gathered(module, list(_places(module)))
         _compare_shards()
 
