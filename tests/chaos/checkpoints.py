@@ -26,7 +26,7 @@ import torch
 
 from tests.chaos.harness import Outcome, Trial, contents, is_documented, over_seeds
 from tests.engine.checkpoint.jobs import Values, save
-from tests.engine.tiny import make_engine, settings, train
+from tests.engine.tiny import equal, make_engine, settings, train, weights
 from thinwire.comm import Communicator, threads
 from thinwire.command_line import main
 from thinwire.engine import Engine
@@ -155,6 +155,7 @@ OPTIMIZERS = {
     "OneBitLamb": {"lr": 1e-2, "freeze_step": 2},
     "ZeroOneAdam": {"lr": 1e-2},
     "AdamW": {"lr": 1e-2},
+    "DiLoCo": {"lr": 1e-2, "every": 2, "fragments": 2, "overlap": 1, "codec": "int8", "block_size": 64},
 }
 VALUES: list[Any] = [None, True, -1, 1.5, 10**30, float("inf"), "", "text", "1", [], [None], [[1]], {}, {"a": None}]
 
@@ -162,16 +163,21 @@ VALUES: list[Any] = [None, True, -1, 1.5, 10**30, float("inf"), "", "text", "1",
 @contextmanager
 def _changed() -> Iterator[Trial]:
     with tempfile.TemporaryDirectory() as temporary, contextlib.redirect_stdout(io.StringIO()):
-        jobs = [_saved(Path(temporary) / f"{name}-{stage}", name, stage) for name in OPTIMIZERS for stage in (0, 1)]
+        jobs = [
+            _saved(Path(temporary) / f"{name}-{stage}", name, stage)
+            for name in OPTIMIZERS
+            for stage in (0, 1)[: 1 + (name != "DiLoCo")]
+        ]
 
         def trial(seed: str) -> Iterator[str]:
             source = random.Random(seed)
             engine, folder, whole = source.choice(jobs)
             body = json.loads(whole)
             del body["sha256"]
-            where = _change(body, source)
+            renamed = source.random() < 0.25
+            where = _rename(body, source) if renamed else _change(body, source)
             (folder / "newer" / "manifest.json").write_bytes(_sealed(body))
-            fault = _load_into(engine, folder, source)
+            fault = _load_into(engine, folder, source, renamed)
             if fault:
                 yield f"{folder.name} {where}: {fault}"
 
@@ -206,16 +212,31 @@ def _change(body: dict[str, Any], source: random.Random) -> str:
     return f"{place} = {inner[key]!r}"
 
 
-def _load_into(engine: Engine, folder: Path, source: random.Random) -> str | None:
+def _rename(body: dict[str, Any], source: random.Random) -> str:
+    """Call something in a rank's file by another name."""
+    file = source.choice(body["files"])
+    table = source.choice(("slices", "slices", "rank_tensors", "buffers"))
+    if table == "slices":
+        one, field = source.choice(file["slices"]), source.choice(("kind", "kind", "name", "start"))
+        one[field] = source.choice([each[field] for each in file["slices"] if each[field] != one[field]] or [None])
+        return f"renamed {field} to {one[field]!r}"
+    name = source.choice(sorted(file[table]))
+    file[table][f"{name}x"] = file[table].pop(name)
+    return f"renamed {name!r} of {table}"
+
+
+def _load_into(engine: Engine, folder: Path, source: random.Random, renamed: bool) -> str | None:
     """Load; what was wrong, an error's own traceback among it."""
-    before = engine.module.mix.weight.detach().clone()
+    before = weights(engine.module)
     tag = source.choice((None, "newer"))
     try:
-        engine.load_checkpoint(folder, tag)
+        path, _ = engine.load_checkpoint(folder, tag)
+        if renamed and not str(path).endswith("older"):
+            return "what was renamed was loaded"
     except Exception as error:
-        if not is_documented(error):
+        if not is_documented(error) or (renamed and tag is None):
             raise
-        if not torch.equal(engine.module.mix.weight, before):
+        if not equal(weights(engine.module), before):
             return f"weights had moved when it was refused: {error}"
         if engine.load_checkpoint(folder, "older")[0] is None:
             return "the checkpoint before it was not loaded"

@@ -24,7 +24,7 @@ from tests.optim.subject import LOCAL, SUBJECTS, alike
 from tests.optim.training import exchange_comm, loss_of, make_model, make_optimizer, train, weights
 from thinwire.comm import Communicator
 from thinwire.compress import Exchange, make_codec
-from thinwire.zero import ShardedOptimizer
+from thinwire.zero import ShardedOptimizer, shard_numel
 
 BLOCK = 64
 
@@ -150,8 +150,20 @@ def hook_resumes_with_its_residuals(comm: Communicator) -> None:
         hooked(comm, "int8")[1].load_state_dict(saved)
     with pytest.raises(ValueError, match="saved with rank="):
         state.load_state_dict({**saved, "rank": comm.size - 1})  # which the last rank's is
+    before = state.state_dict()
+    for change in (
+        {"step": None},
+        {"step": -1},
+        {"buckets": []},
+        {"buckets": {0: {**saved["buckets"][0], "owner": None}}},
+    ):
+        with pytest.raises(ValueError, match=r"the state of its hook|the hook's state"):
+            state.load_state_dict({**saved, **(change if comm.rank == 0 else {})})
+    assert state.state_dict()["step"] == before["step"]
     model, state = hooked(comm, "sign1")
-    state.load_state_dict({**saved, "buckets": {0: {**saved["buckets"][0], "numel": 3}}})
+    shard = shard_numel(3, comm.size, saved["block_size"])
+    other = {"numel": 3, "worker": torch.zeros(shard * comm.size), "owner": torch.zeros(shard)}
+    state.load_state_dict({**saved, "buckets": {0: other}})
     averages(model, comm, 0)
     with pytest.warns(RuntimeWarning, match="bucket 0 has .* saved with 3"):
         averages(model, comm, 1)

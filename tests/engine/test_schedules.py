@@ -344,3 +344,16 @@ def test_a_changed_configuration_takes_effect_on_resume() -> None:
 def test_bad_parameters_are_told(build: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(make_optimizer(1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"last_epoch": -1}, {"last_epoch": True}, {"last_batch_iteration": "2"}, [], None]
+)
+def test_a_state_without_a_step_is_refused_and_nothing_changes(state) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    schedule = WarmupLR(optimizer, warmup_num_steps=5)
+    schedule.step()
+    before = schedule.state_dict(), optimizer.param_groups[0]["lr"]
+    with pytest.raises(ValueError, match="of a schedule's state must be a whole number"):
+        schedule.load_state_dict(state)
+    assert (schedule.state_dict(), optimizer.param_groups[0]["lr"]) == before

@@ -201,6 +201,15 @@ def test_resume_draws_what_would_have_been_drawn() -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("change", [{"schedule": None}, {"schedule": {"step": -1}}, {"seed": None}, {"more": 1}])
+def test_another_state_is_refused_and_nothing_changes(change: dict[str, object]) -> None:
+    dropped = drop_layers(make_stack(), ProgressiveLayerDrop(0.2, 0.3), seed=1)
+    before = dropped.state_dict()
+    with pytest.raises((ValueError, TypeError), match=r"state of layer drop|from 0|seed"):
+        dropped.load_state_dict({"seed": 5, "schedule": {"step": 4}} | change)
+    assert dropped.state_dict() == before
+
+
 def test_micro_steps_draw_apart_and_seeds_too() -> None:
     def outputs(seed: int, micro_steps: int) -> torch.Tensor:
         model = make_stack()

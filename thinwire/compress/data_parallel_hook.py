@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 # DDP inspects a hook's annotations, so they must be the types themselves and not strings.
@@ -16,6 +17,28 @@ from thinwire.compress.codecs import make_codec
 from thinwire.compress.exchange import Exchange, bring_headers
 from thinwire.compress.kernels.loading import compiled_backend
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
+from thinwire.zero import shard_numel
+from thinwire.zero.rank_checks import check_same_on_every_rank
+from thinwire.zero.saved_state import Count, first_fault
+
+
+class _SavedBucket(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
+
+    numel: Count
+    worker: Tensor
+    owner: Tensor
+
+
+class _SavedHook(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    codec: str
+    block_size: Count
+    rank: Count
+    ranks: Count
+    step: Count
+    buckets: dict[Count, _SavedBucket]
 
 
 class CompressionState:
@@ -74,9 +97,12 @@ class CompressionState:
         """Go on from what `state_dict` gave on this rank, before the first backward of the new DDP model.
 
         Collective. The next step is averaged exactly: only after it does DDP lay the buckets that residuals are of.
-        Raises ValueError, on every rank, for a state of another codec, block size, rank or number of ranks.
+        Raises ValueError, on every rank, for a state of another codec, block size, rank or number of ranks, or one that
+        is not as it was saved.
         """
         on_every_rank(self.comm, lambda: self._check(state), "load the state of its hook", (ValueError,))
+        sizes = {str(index): bucket["numel"] for index, bucket in state["buckets"].items()}
+        check_same_on_every_rank(self.comm, [], [], {"step of the state": state["step"], "buckets of it": sizes})
         self.step = int(state["step"])
         self._exact_steps = max(self._exact_steps, self.step + 1)
         self._buckets_are_final = False
@@ -84,13 +110,25 @@ class CompressionState:
         self._exchanges.clear()
 
     def _check(self, state: dict[str, Any]) -> None:
-        """Raise ValueError for a state that is not this rank's."""
+        """Raise ValueError for a state that is not this rank's, or not whole."""
+        try:
+            saved = _SavedHook.model_validate(state)
+        except ValidationError as error:
+            raise ValueError(f"the hook's state is not as it was saved: {first_fault(error)}") from None
         for name, mine in self._settings().items():
-            if state.get(name) != mine:
+            if state[name] != mine:
                 raise ValueError(
-                    f"the hook's state was saved with {name}={state.get(name)!r}, and here it is {mine!r}: residuals "
+                    f"the hook's state was saved with {name}={state[name]!r}, and here it is {mine!r}: residuals "
                     "belong to one rank and codec. Load it where these are the same, or start with empty residuals"
                 )
+        for index, bucket in saved.buckets.items():
+            shard = shard_numel(bucket.numel, self.comm.size, self._codec.block_size)
+            for residual, numel in ((bucket.worker, shard * self.comm.size), (bucket.owner, shard)):
+                if residual.shape != (numel,) or not residual.is_floating_point():
+                    raise ValueError(
+                        f"a residual of bucket {index} in the hook's state is {residual.dtype} of shape "
+                        f"{tuple(residual.shape)}, {numel} floats were expected. Load it as it was saved"
+                    )
 
     def _settings(self) -> dict[str, Any]:
         codec = self._codec

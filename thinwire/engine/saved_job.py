@@ -24,7 +24,7 @@ from thinwire.zero.saved_state import Count, first_fault, unlike
 class _Part(BaseModel):
     """Values as they are, of no other type; what is not named here is let be."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
 class _Progress(_Part):
@@ -33,15 +33,20 @@ class _Progress(_Part):
     skipped_steps: Count
 
 
+class _Step(_Part):
+    last_epoch: Count = 0
+
+
 class _Schedule(_Part):
     type: str
-    state: dict[str, Any]
+    state: _Step
 
 
 class _LossScale(_Part):
     value: Annotated[float, Field(gt=0)] = 1.0
     forbearance: Count = 0
     steps_without_overflow: Count = 0
+    iterations: Count = 0
 
 
 class _Data(_Part):

@@ -66,9 +66,17 @@ class ClosedFormSchedule(LRScheduler):
         return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict`, or a `last_batch_iteration` alone: the optimizer gets the rates of that step."""
-        found = state_dict.get("last_epoch")
-        self.last_epoch = state_dict["last_batch_iteration"] + 1 if found is None else found
+        """Continue from `state_dict`, or a `last_batch_iteration` alone: the optimizer gets the rates of that step.
+
+        Raises ValueError for what has no such step.
+        """
+        given = state_dict if isinstance(state_dict, Mapping) else {}
+        name, least = ("last_epoch", 0) if given.get("last_epoch") is not None else ("last_batch_iteration", -1)
+        found = given.get(name)
+        whole = isinstance(found, int) and not isinstance(found, bool) and found >= least
+        _require(whole, f"{name} of a schedule's state", f"a whole number of at least {least}", found)
+        assert isinstance(found, int)
+        self.last_epoch = found - least
         self._step_count = self.last_epoch + 1
         self._last_lr = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from thinwire.pld.schedule import Decision, DropPlan, ProgressiveLayerDrop
+from thinwire.pld.schedule import Decision, DropPlan, ProgressiveLayerDrop, check_saved_keys
 from thinwire.pld.stacks import LayerOutput, check_layers, find_layers, probe_layer
 
 
@@ -222,9 +222,10 @@ class LayerDrop:
         return {"seed": self._plan.seed, "schedule": self._plan.schedule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on drawing as the run that was saved."""
-        self._plan.seed = _seed(state["seed"])
+        """Go on drawing as the run that was saved. Raises ValueError or TypeError for another state."""
+        seed = _seed(check_saved_keys(state, "seed", "schedule")["seed"])
         self._plan.schedule.load_state_dict(state["schedule"])
+        self._plan.seed = seed
         for gate in self._gates:
             gate.begin_step()
 

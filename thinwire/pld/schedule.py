@@ -10,6 +10,7 @@ import hashlib
 import math
 import struct
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -74,9 +75,16 @@ class ProgressiveLayerDrop:
         return {"step": self._step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a checkpoint, earlier or later."""
-        self._step = _step(state["step"])
+        """Go on from a checkpoint, earlier or later. Raises ValueError or TypeError for another state."""
+        self._step = _step(check_saved_keys(state, "step")["step"])
         self._begun = True
+
+
+def check_saved_keys(state: Any, *keys: str) -> Any:
+    """A saved state that has these keys and no others; raises ValueError for another."""
+    if not isinstance(state, Mapping) or set(state) != set(keys):
+        raise ValueError(f"a state of layer drop has {' and '.join(keys)}, got {str(state)[:200]}: load what was saved")
+    return state
 
 
 def keep_probability(layer: int, num_layers: int, theta: float) -> float:

@@ -152,10 +152,9 @@ def _check(
             f"this state_dict has no 'thinwire' entry, so it is not from {optimizer}: give the state of another "
             f"optimizer to that optimizer, and start {optimizer} fresh from the model's weights"
         )
-    if isinstance(saved, Mapping) and saved.get("format") != STATE_DICT_FORMAT:
-        raise ValueError(
-            f"this state_dict has format {saved.get('format')}, this thinwire reads format {STATE_DICT_FORMAT}"
-        )
+    given = saved.get("format") if isinstance(saved, Mapping) else None
+    if isinstance(given, int) and given != STATE_DICT_FORMAT:
+        raise ValueError(f"this state_dict has format {given}, this thinwire reads format {STATE_DICT_FORMAT}")
     try:
         _TorchState.model_validate(dict(state_dict))
     except ValidationError as error:
