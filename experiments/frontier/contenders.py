@@ -50,6 +50,11 @@ def _plain(optimizer: str, colour: str, marker: str, beside: str | None = BASELI
     return Contender(optimizer, OPTIMIZERS[optimizer].label, colour, marker, beside=beside)
 
 
+def _one_bit(marker: str, what: str, **options: str) -> Contender:
+    label = f"{OPTIMIZERS['onebit-adam'].label}, {what}"
+    return Contender("onebit-adam", label, _ONE_BIT, marker, options, "onebit-adam")
+
+
 def _diloco(every: int, codec: str) -> Contender:
     return Contender(
         "diloco",
@@ -69,14 +74,9 @@ CONTENDERS = {
     "lamb": _plain("lamb", _EXACT, "s"),
     "lion": _plain("lion", _EXACT, "^"),
     "onebit-adam": _plain("onebit-adam", _ONE_BIT, "o"),
-    "onebit-adam-stat2": Contender(
-        "onebit-adam",
-        f"{OPTIMIZERS['onebit-adam'].label}, stat2",
-        _ONE_BIT,
-        "v",
-        {"codec": "stat2"},
-        "onebit-adam",
-    ),
+    "onebit-adam-stat2": _one_bit("v", "stat2", codec="stat2"),
+    "onebit-adam-int4": _one_bit("D", "int4 warmup", warmup_wire="int4"),
+    "onebit-adam-stat2-int4": _one_bit("P", "int4 + stat2", warmup_wire="int4", codec="stat2"),
     "zero-one-adam": _plain("zero-one-adam", "#edae49", "o"),
     "onebit-lamb": _plain("onebit-lamb", _ONE_BIT, "s", "lamb"),
     "onebit-lion": _plain("onebit-lion", _ONE_BIT, "^", "lion"),

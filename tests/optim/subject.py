@@ -28,13 +28,14 @@ _SHORT = {"var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 
 
 @dataclass(frozen=True)
 class Subject:
-    """One optimizer at one stage."""
+    """One optimizer at one stage; `wire`: of its warmup."""
 
     name: str
     stage: int
+    wire: str = "fp32"
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.stage}"
+        return f"{self.name}-{self.stage}" + ("" if self.wire == "fp32" else f"-{self.wire}")
 
     @property
     def entry(self) -> OptimizerEntry:
@@ -64,7 +65,8 @@ class Subject:
         if self.packs:
             defaults["reversible"] = True
         defaults |= {"lr": 5 * known["lr"].default, "block_size": 64, "bucket_bytes": 1000}
-        return self.entry.load()(params, comm=comm, **(defaults | {"stage": self.stage} | options))
+        defaults |= {"stage": self.stage, "warmup_wire": self.wire}
+        return self.entry.load()(params, comm=comm, **(defaults | options))
 
     def on_model(
         self, comm: Communicator, steps: int = 0, *, dtype: torch.dtype = torch.float32, **options: Any
@@ -78,6 +80,8 @@ class Subject:
 
 
 SUBJECTS = [Subject(name, stage) for name in registry.NAMES for stage in registry.entry(name).stages]
+ROUNDED = [Subject("OneBitAdam", 0, "int4"), Subject("ZeroOneAdam", 1, "int8")]
+"""Those whose warmup rounds what it averages, and keeps what that loses."""
 
 
 def next_send(optimizer: Any) -> Send:

@@ -18,6 +18,8 @@ from tests.launching import on_threads
 from tests.optim.subject import FREEZE, SUBJECTS, Subject
 from tests.optim.training import make_model, train
 from thinwire.comm import Communicator, threads
+from thinwire.compress.codecs import make_codec
+from thinwire.compress.packet_layout import CodecName
 from thinwire.optim import OneBitAdam, ZeroOneAdam, registry
 from thinwire.optim.algorithm import make_freeze_rule
 from thinwire.zero import ShardedOptimizer
@@ -94,6 +96,53 @@ def test_exact_steps_are_adams(optimizer_class: Any, stage: int, corrects: bool,
     found = threads.run(body, RANKS)[0].numpy()
     np.testing.assert_allclose(found, Reference(corrects, decoupled).train(RANKS, 7), rtol=2e-6)
     assert np.abs(found - Reference(not corrects, decoupled).train(RANKS, 7)).max() > 1e-3
+
+
+class RoundedAverage:
+    """The average of all ranks' gradients through a codec, with error feedback on both legs."""
+
+    def __init__(self, wire: CodecName, ranks: int) -> None:
+        self.codec, self.ranks = make_codec(wire, 64), ranks
+        self.shard = -(-NUMEL // (64 * ranks)) * 64
+        self.lost = torch.zeros(ranks + 1, ranks * self.shard)  # by each worker, and by the owners together
+
+    def __call__(self, gradients: list[Tensor]) -> Tensor:
+        padding = (0, self.ranks * self.shard - NUMEL)
+        sent = [self._rounded(one, torch.nn.functional.pad(own, padding)) for one, own in enumerate(gradients)]
+        return self._rounded(self.ranks, torch.stack(sent).mean(0))[:NUMEL]
+
+    def _rounded(self, who: int, vector: Tensor) -> Tensor:
+        wanted = vector + self.lost[who]
+        packets = torch.zeros(self.ranks, self.codec.packet_bytes(self.shard), dtype=torch.uint8)
+        rounded = torch.empty_like(wanted)
+        self.codec.encode(wanted.clone(), None, packets, NUMEL)
+        self.codec.decode(packets, rounded, NUMEL)
+        self.lost[who] = wanted - rounded
+        return rounded
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_a_rounded_warmup_is_adam_on_what_came_back(wire: CodecName, ranks: int) -> None:
+    """Clipped by the norm of that, and with a loss scale that changes, which residuals follow."""
+    max_norm, scales = 5.0, [1.0, 1.0, 4.0, 4.0, 0.5, 0.5, 0.5]
+
+    def body(comm: Communicator) -> Tensor:
+        parameter = torch.nn.Parameter(torch.ones(NUMEL))
+        options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "block_size": 64, "freeze_step": 99}
+        optimizer = OneBitAdam([parameter], warmup_wire=wire, max_norm=max_norm, comm=comm, **options)
+        for step, scale in enumerate(scales):
+            optimizer.loss_scale = scale
+            (parameter * gradient(comm.rank, step) * scale).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return parameter.detach().clone()
+
+    average, reference = RoundedAverage(wire, ranks), Reference(corrects=True)
+    for step in range(len(scales)):
+        came_back = average([gradient(rank, step) for rank in range(ranks)])
+        reference.step((came_back * min(1.0, max_norm / (came_back.norm() + 1e-6))).double().numpy())
+    np.testing.assert_allclose(threads.run(body, ranks)[0].numpy(), reference.weights, rtol=5e-6)
 
 
 @pytest.mark.parametrize("corrects", [True, False])

@@ -40,9 +40,10 @@ class Bucket:
     sends, and `exchange`, what it goes through; a local step only uses its payload. `zero_variance`: the
     `held_coordinates` of [padded_numel], which do not move; None if there are none. `sent`: what this step's payload
     went through; None before, and if nothing was sent. `stayed`: whether nothing was, since every parameter was left
-    out. `rewritten`: whether averages that have arrived were written into. `segments`: where the parameters lie, for
-    kernels over the whole bucket. `shards_state`: whether state that the algorithm has its owner keep is of this rank's
-    shard only.
+    out. `rewritten`: whether averages that have arrived were written into. `rounds_averages`: whether EXACT steps leave
+    residuals that the next ones send, those of `averaging`, times `residual_scale`; not any more once frozen.
+    `segments`: where the parameters lie, for kernels over the whole bucket. `shards_state`: whether state that the
+    algorithm has its owner keep is of this rank's shard only.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class Bucket:
         self._groups = [shared.parameters.group_of[number] for number in self._numbers]
         self.device = shared.parameters.parameters[self._numbers[0]].device
         self._gradients: dict[int, Tensor] = {}  # contiguous, by parameter
-        self._has_average = self._incomplete = False
-        self._exact: Exchange | None = None
+        self._received = self._incomplete = self.rounds_averages = False
+        self._average: Tensor | None = None  # of an EXACT step, once it has been read
+        self.averaging: Exchange | None = None
+        self.residual_scale = 1.0
         self._compressed: Exchange | None = None
 
     # State
@@ -108,12 +111,14 @@ class Bucket:
     def prepare(self, send: Send) -> None:
         """Be ready for the kind of step that comes next, before its first gradient arrives."""
         self.send = send
-        if send is not Send.EXACT or self.shards_state:  # which keeps no payload between steps
-            self._exact = None
+        self.rounds_averages = self._wire.rounds_averages and self._clock.frozen_at is None
+        if not self.rounds_averages and (send is not Send.EXACT or self.shards_state):  # nothing is kept between steps
+            self.averaging = None
+        if self.averaging is None and (self.rounds_averages or send is Send.EXACT):
+            self.averaging = self._wire.exact(self.layout, self.index, self.device)
         if send is Send.EXACT:
-            if self._exact is None:
-                self._exact = self._wire.exact(self.layout, self.index, self.device)
-            self.exchange = self._exact
+            assert self.averaging is not None
+            self.exchange = self.averaging
         else:
             self.exchange = self.compressed
         # Whether leg 1 takes gradients as they are, held until then.
@@ -162,6 +167,8 @@ class Bucket:
             if step.unplaced and any(self._parameters.parameters[number].requires_grad for number in step.unplaced):
                 flags |= Flags.UNPLACED
             self.sent = self.exchange
+            if self.send is Send.EXACT and self.rounds_averages:
+                scale_residuals(self, step.sent_scale)
             encoder = self._encoder() if self._holds_gradients else None
             self.sent.start(step.number, flags, step.settings, encoder)
             self._gradients = {}
@@ -190,7 +197,8 @@ class Bucket:
     def end_step(self) -> None:
         """Forget what this step brought, and was not applied."""
         self.sent = None
-        self.stayed = self._has_average = self.rewritten = self._incomplete = False
+        self.stayed = self._received = self.rewritten = self._incomplete = False
+        self._average = None
         self._gradients = {}
         if self._compressed is not None:
             self._compressed.revert()
@@ -200,10 +208,14 @@ class Bucket:
     def average(self) -> Tensor | None:
         """In an EXACT step the averages that have arrived, fp32 [padded_numel], which `receive` leaves as they are
         then; None before."""
-        if not self._has_average and (self.stayed or not self.exchange.has_arrived):
-            return None
-        self.receive()
-        return self.exchange.payload
+        if self._average is None and not self.stayed and self.exchange.has_arrived:
+            if self.rounds_averages:  # the payload is the next residual until the step is applied
+                self._average = torch.empty_like(self.exchange.payload)
+                self.exchange.read(self._average)
+                self._average.mul_(self._step.divide_first)
+            else:
+                self.receive()
+        return self._average
 
     def receive(self) -> None:
         """Write what came back into the payload, or the state that the algorithm receives; take the residuals over.
@@ -211,11 +223,17 @@ class Bucket:
         Where nothing was sent every rank's gradient was 0, and all hold what their average would be.
         """
         if self.send is Send.EXACT:
-            if not (self.stayed or self._has_average):
-                self.exchange.read(self.exchange.payload)
-                self._has_average = True
-                if self._step.divide_first != 1.0:
-                    self.exchange.payload.mul_(self._step.divide_first)
+            if not (self.stayed or self._received):
+                if self.rounds_averages:
+                    self.exchange.commit()
+                payload, self._received = self.exchange.payload, True
+                if self._average is not None:
+                    payload.copy_(self._average)
+                else:
+                    self.exchange.read(payload)
+                    if self._step.divide_first != 1.0:
+                        payload.mul_(self._step.divide_first)
+                self._average = payload
             return
         if not self.stayed:
             self.exchange.commit()
@@ -355,6 +373,15 @@ class Bucket:
         if settings is not None:
             self._step.settings_sent.setdefault(own.group, settings)
         self._local.payload(gradient, own, self._clock, out)
+
+
+def scale_residuals(bucket: Bucket, scale: float) -> None:
+    """Have the residuals of EXACT steps be times this loss scale, as the gradients that they are added to."""
+    exchange, factor, bucket.residual_scale = bucket.averaging, scale / bucket.residual_scale, scale
+    assert exchange is not None
+    for residual in (exchange.worker_residual, exchange.owner_residual):
+        if residual is not None and factor != 1.0:
+            residual.mul_(factor)
 
 
 def may_clip(clip: float | Tensor) -> bool:

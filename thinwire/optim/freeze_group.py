@@ -324,6 +324,11 @@ class FreezeGroup:
         return [float(one) for one in read_together([norms[parameter] for parameter in sorted(norms)])]
 
 
+def sends_by_scale(group: FreezeGroup) -> bool:
+    """Whether what the step in flight sends depends on the loss scale that gradients are taken to have."""
+    return group.send is not Send.EXACT or any(bucket.rounds_averages for bucket in group.buckets)
+
+
 def next_send(algorithm: Algorithm, clock: Clock) -> Send:
     """What the step after `clock.steps` sends."""
     if isinstance(algorithm, LocalSteps):
@@ -381,7 +386,8 @@ def read_outcomes(step: Step, comm: Communicator, buckets: Sequence[Bucket]) -> 
             step.sketched = None
         for bucket, exchange in sent:
             outcome = exchange.outcome()
-            finite &= bool(all_finite(exchange.payload)) if bucket.rewritten else outcome.finite
+            average = bucket.average() if bucket.rewritten else None
+            finite &= outcome.finite if average is None else bool(all_finite(average))
             incomplete |= outcome.incomplete
             unplaced |= outcome.unplaced
     except SettingsError:

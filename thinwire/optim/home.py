@@ -13,10 +13,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import Communicator
+from thinwire.compress.exchange import Exchange
 from thinwire.optim.algorithm import FreezeRule, LocalSteps
-from thinwire.optim.bucket import Bucket, place_of
+from thinwire.optim.bucket import Bucket, place_of, scale_residuals
 from thinwire.optim.freeze_group import FreezeGroup
-from thinwire.optim.options import HomeOptions, Recipe
+from thinwire.optim.options import COMPRESSED_WIRES, HomeOptions, Recipe
 from thinwire.optim.step import AlgorithmCounters, Step
 from thinwire.optim.storage import (
     PACKED_MOMENTUM,
@@ -38,6 +39,8 @@ from thinwire.zero.saved_state import (
 
 _OWNER_RESIDUAL = "owner_residual"
 _WORKER_RESIDUAL = "worker_residual"
+_WARMUP = "warmup_"
+"""What residuals of the warmup's wire are called by, before these."""
 _LEFT_OUT_STEPS = "left_out_steps"
 """The key of local steps to which a rank added nothing, for each freeze group."""
 
@@ -144,12 +147,11 @@ class AlgorithmHome(Home):
         found = {_LEFT_OUT_STEPS: torch.tensor([group.left_out_steps for group in self.groups], dtype=torch.int64)}
         for group in self.groups:
             for bucket in group.buckets:
-                if group.local is not None or group.clock.frozen_at is not None:
-                    exchange = bucket.compressed
+                for prefix, exchange in _with_residuals(group, bucket):
                     assert exchange.worker_residual is not None
                     for run in runs_in(bucket.layout, exchange.worker_place):
                         residual = exchange.worker_residual[run.place]
-                        found[f"{_WORKER_RESIDUAL}.{self.names[run.parameter]}"] = residual
+                        found[f"{prefix}{_WORKER_RESIDUAL}.{self.names[run.parameter]}"] = residual
                 for kind in set(bucket.state) - set(_common(group, bucket)):
                     for slot in bucket.layout.slots:
                         found[f"{kind}.{self.names[slot.parameter]}"] = bucket.state[kind][place_of(slot)]
@@ -163,6 +165,7 @@ class AlgorithmHome(Home):
             "nodes": None,
             "step": self.steps,
             "loss_scale": self.loss_scale,
+            "warmup_wire": self._options.warmup_wire,
             "freeze_groups": [
                 {
                     "steps": group.clock.steps,
@@ -221,6 +224,10 @@ class AlgorithmHome(Home):
             # Of a state_dict, and of a node, a rank has those of some elements.
             of_rank |= set() if by_node else {_WORKER_RESIDUAL}
             kinds |= set() if isinstance(source, OneRankState) else {_OWNER_RESIDUAL}
+        wires = {self._options.warmup_wire, source.counters().get("warmup_wire")}
+        if ranks is not None and not frozen and wires <= {*COMPRESSED_WIRES}:
+            of_rank |= set() if by_node else {_WARMUP + _WORKER_RESIDUAL}
+            kinds |= set() if isinstance(source, OneRankState) else {_WARMUP + _OWNER_RESIDUAL}
         if frozen and PACKED_PRECONDITIONER in source.kinds():
             kinds -= {form.momentum, form.denominators or ""}
             kinds |= {PACKED_MOMENTUM, PRECONDITIONER_LOW, PRECONDITIONER_HIGH}
@@ -240,13 +247,14 @@ class AlgorithmHome(Home):
     ) -> None:
         """Take over what was `saved` of `groups`, which are laid out as they were; `nodes`: the node of each rank, if
         residuals belong to nodes. Residuals that cannot be had start from zero, with a warning."""
-        local = any(group.local is not None for group in self.groups)
-        compresses = any(local or group["frozen_at"] is not None for group in saved)
+        local = bool(self.groups) and self.groups[0].local is not None
+        always = local or self._options.warmup_wire in COMPRESSED_WIRES
+        compresses = any(always or group["frozen_at"] is not None for group in saved)
         ranks = ranks_to_resume(source, self.comm, nodes)
         if ranks is None and compresses:
             warn_of_lost_residuals(source, self.comm)
         for group, of_group in zip(self.groups, saved, strict=True):
-            _load_group(group, self.names, of_group, source, ranks)
+            _load_group(group, self.names, of_group, source, ranks if compresses else None)
         if ranks == [self.comm.rank] and _LEFT_OUT_STEPS in source.rank_keys(self.comm.rank):
             left_out = source.read_rank(_LEFT_OUT_STEPS, self.comm.rank).tolist()
             for group, steps in zip(self.groups, left_out, strict=False):  # sharded state has one group
@@ -300,14 +308,23 @@ def slices(group: FreezeGroup, names: Sequence[str], rank: int) -> list[SavedSli
         state = group.storage.saved_state(bucket, own, _common(group, bucket))
         for run in runs_in(bucket.layout, own):
             values = {name: one[run.place] for name, one in state.items()}
-            values |= group.storage.saved(bucket, run, local and frozen)
-            found += [SavedSlice(kind, names[run.parameter], run.start, one) for kind, one in values.items()]
-        if local or frozen:
-            exchange = bucket.compressed
+            for kind, one in (values | group.storage.saved(bucket, run, local and frozen)).items():
+                found.append(SavedSlice(kind, names[run.parameter], run.start, one))
+        for prefix, exchange in _with_residuals(group, bucket):
             assert exchange.owner_residual is not None
             for run in runs_in(bucket.layout, exchange.owner_place):
                 residual = exchange.owner_residual[run.place]
-                found.append(SavedSlice(_OWNER_RESIDUAL, names[run.parameter], run.start, residual))
+                found.append(SavedSlice(prefix + _OWNER_RESIDUAL, names[run.parameter], run.start, residual))
+    return found
+
+
+def _with_residuals(group: FreezeGroup, bucket: Bucket) -> list[tuple[str, Exchange]]:
+    """The exchanges that keep residuals from step to step, and what those are called by in a checkpoint."""
+    found = [("", bucket.compressed)] if group.local is not None or group.clock.frozen_at is not None else []
+    if bucket.rounds_averages:
+        scale_residuals(bucket, 1.0)  # of plain gradients; scales are powers of 2, so that nothing is lost
+        assert bucket.averaging is not None
+        found.append((_WARMUP, bucket.averaging))
     return found
 
 
@@ -340,29 +357,31 @@ def _load_group(
     for bucket in group.buckets:
         group.storage.load_state(bucket, names, source, _common(group, bucket), ranks)
     group.restore()
-    compresses = group.local is not None or group.clock.frozen_at is not None
-    for bucket in group.buckets if ranks is not None and compresses else ():
-        _load_residuals(bucket, names, source, ranks or ())
+    for bucket in group.buckets if ranks is not None else ():
+        for prefix, exchange in _with_residuals(group, bucket):
+            if not prefix or prefix + _OWNER_RESIDUAL in source.kinds():  # else it was saved with an exact wire
+                _load_residuals(bucket, exchange, prefix, names, source, ranks or ())
 
 
-def _load_residuals(bucket: Bucket, names: Sequence[str], source: SliceSource, ranks: Sequence[int]) -> None:
+def _load_residuals(
+    bucket: Bucket, exchange: Exchange, prefix: str, names: Sequence[str], source: SliceSource, ranks: Sequence[int]
+) -> None:
     """Take over an owner's residual, and the mean of what `ranks` saved as their own; KeyError where one did not.
 
     The average over ranks of payload + residual, which is what every rank receives, is then what it would have been.
     """
-    exchange = bucket.compressed
     worker, owner = exchange.worker_residual, exchange.owner_residual
     assert worker is not None
     assert owner is not None
     for run in runs_in(bucket.layout, exchange.worker_place):
-        mean = mean_over_ranks(source, f"{_WORKER_RESIDUAL}.{names[run.parameter]}", ranks)
+        mean = mean_over_ranks(source, f"{prefix}{_WORKER_RESIDUAL}.{names[run.parameter]}", ranks)
         worker[run.place].copy_(mean[run.start : run.start + run.numel] if len(mean) != run.numel else mean)
     lost = owner.clone()  # as packets were cut anew
     for run in runs_in(bucket.layout, exchange.owner_place):
-        owner[run.place].copy_(source.read(_OWNER_RESIDUAL, names[run.parameter], run.start, run.numel))
+        owner[run.place].copy_(source.read(prefix + _OWNER_RESIDUAL, names[run.parameter], run.start, run.numel))
     if lost.any():
         owner.add_(lost)
-    if bucket.zero_variance is not None:
+    if bucket.zero_variance is not None and not prefix:
         exchange.hold_zero(bucket.zero_variance)
 
 

@@ -179,7 +179,7 @@ class CompressedOptimizer(SynchronizedOptimizer):
         chosen = HomeOptions(**options)
         try:
             recipe.check()
-            chosen.check(name, recipe.stages, recipe.algorithm().form.packs)
+            chosen.check(name, recipe.stages, recipe.algorithm())
             recipe.check_group({"params": [], **defaults})
             defaults["betas"] = tuple(defaults["betas"])
             recipe.rule(defaults["betas"][1])

@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Final, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -16,12 +16,12 @@ from thinwire.comm import Communicator
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.optim.algorithm import Algorithm, FreezeRule, FreezeStep, make_freeze_rule
+from thinwire.optim.settings import WarmupWire
 from thinwire.optim.step import ROUNDING, AdamSettings, Peak
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
 
 Backend = Literal["nccl", "gloo", "mpi"]
-WarmupWire = Literal["fp32", "bf16", "fp16"]
 Nodes = Literal["auto", "flat"] | Sequence[int]
 
 
@@ -66,7 +66,9 @@ class HomeOptions:
         block_size: elements that share one scale, a multiple of 64.
         bucket_bytes: bytes of gradients that leave together; None is an eighth of the model, from 4 to 16 MiB, or at
             stages 1 and 2 16 MiB.
-        warmup_wire: "fp32" averages the warmup's gradients exactly, "bf16" and "fp16" send half the bytes.
+        warmup_wire: "fp32" averages the warmup's gradients exactly, "bf16" and "fp16" send half the bytes. "int8" and
+            "int4" send a quarter and an eighth, with error feedback on both legs until the freeze; at stage 0, and for
+            local steps at stage 1.
         nodes: which ranks share a node, where some do: their gradients are added up exactly inside it, and nodes are
             the algorithm's workers. "auto" asks the launcher and the hosts, "flat" takes every rank for a node; else
             the node's number for each rank. At stage 0; sharded state goes between ranks.
@@ -105,19 +107,24 @@ class HomeOptions:
         """`max_norm`, 0 where nothing is clipped."""
         return 0.0 if self.max_norm is None else self.max_norm
 
-    def check(self, optimizer: str, stages: Sequence[int], packs: bool) -> None:
-        """Raise ValueError or TypeError, naming what was given and expected, for options that cannot work.
-
-        `packs`: whether the optimizer's sharded state is packed once it is frozen.
-        """
+    def check(self, optimizer: str, stages: Sequence[int], algorithm: Algorithm) -> None:
+        """Raise ValueError or TypeError, naming what was given and expected, for options that cannot work."""
+        packs = algorithm.form.packs
         if self.stage not in stages:
             raise ValueError(
                 f"stage must be {_listed(stages)} for {optimizer}, got {self.stage!r}{_why_not(self.stage)}"
             )
         if self.bucket_bytes is not None and not self.bucket_bytes >= 4:
             raise ValueError(f"bucket_bytes must be at least 4, one element, or None, got {self.bucket_bytes}")
-        if self.warmup_wire not in ("fp32", "bf16", "fp16"):
-            raise ValueError(f"warmup_wire must be 'fp32', 'bf16' or 'fp16', got {self.warmup_wire!r}")
+        if self.warmup_wire not in get_args(WarmupWire):
+            raise ValueError(f"warmup_wire must be {_listed(get_args(WarmupWire))}, got {self.warmup_wire!r}")
+        if self.warmup_wire != "fp32" and not algorithm.freezes:
+            raise ValueError(f"{optimizer} has no warmup for warmup_wire={self.warmup_wire!r}: leave it out")
+        if self.warmup_wire in COMPRESSED_WIRES and packs and self.stage:
+            raise ValueError(
+                f"warmup_wire={self.warmup_wire!r} does not go with stage={self.stage}, at which owners send "
+                "weights in the warmup: use stage 0, or 'bf16'"
+            )
         if self.warmup_wire != "fp32" and self.averaging.wire_dtype is not None:
             raise ValueError("warmup_wire and averaging's wire_dtype say the same: give one of them")
         if isinstance(self.resync_interval, bool) or not self.resync_interval >= 1:
@@ -138,7 +145,7 @@ class HomeOptions:
     @property
     def sharding(self) -> Sharding:
         """How stages 1 and 2 lay parameters out."""
-        wire = _DTYPES[self.warmup_wire]
+        wire = _DTYPES.get(self.warmup_wire, torch.float32)
         exact = self.averaging if wire == torch.float32 else replace(self.averaging, wire_dtype=wire)
         return Sharding(
             self.stage,
@@ -153,7 +160,9 @@ class HomeOptions:
 
     @property
     def exact_codec(self) -> CodecName:
-        """What gradients that are averaged exactly go through, where a codec carries them."""
+        """What gradients that are averaged go through, where a codec carries them."""
+        if self.warmup_wire in COMPRESSED_WIRES:
+            return self.warmup_wire
         return _EXACT_CODECS[self.averaging.wire_dtype or _DTYPES[self.warmup_wire]]
 
     def compared(self) -> dict[str, Any]:
@@ -166,7 +175,10 @@ class HomeOptions:
         }
 
 
-_DTYPES: Mapping[WarmupWire, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPRESSED_WIRES: Final = ("int8", "int4")
+"""Those of the warmup that keep residuals."""
+
+_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _EXACT_CODECS: Mapping[torch.dtype, CodecName] = {torch.float32: "none", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _ONLY_PACKED: dict[str, str] = {
@@ -181,8 +193,8 @@ _ONLY_REPLICATED: dict[str, str] = {"nodes": "shards go between ranks, not nodes
 _NOT_PACKED: dict[str, str] = {"codec": "sharded state is kept as signs; use stage 0, or codec='sign1'"}
 
 
-def _listed(stages: Sequence[int]) -> str:
-    *some, last = map(str, stages)
+def _listed(values: Sequence[object]) -> str:
+    *some, last = map(repr, values)
     return f"{', '.join(some)} or {last}" if some else last
 
 

@@ -34,6 +34,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Share, Share], BeforeValidator(as_tuple)]
 BlockSize = Annotated[WholeNumber, Field(ge=64, le=65536, multiple_of=64)]
 Backend = Literal["nccl", "gloo", "mpi"]
+WarmupWire = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 
 
 def only(value: Any, instead: str) -> Any:
@@ -80,6 +81,7 @@ class OneBitAdamOptions(OneBitOptions):
     bias_correction: bool = True
     compress: Literal["update"] = only("update", _UPDATE)
     freeze_step: Count | Literal["auto"] = "auto"
+    warmup_wire: WarmupWire = "fp32"
 
 
 class OneBitLambOptions(OneBitOptions):
@@ -89,6 +91,7 @@ class OneBitLambOptions(OneBitOptions):
     bias_correction: bool = True
     compress: Literal["update"] = only("update", _UPDATE)
     freeze_step: Count | Literal["auto"] = 100_000
+    warmup_wire: WarmupWire = "fp32"
     max_coeff: Positive = 10.0
     min_coeff: Positive = 0.01
     coeff_beta: Share = 0.9
@@ -112,6 +115,7 @@ class ZeroOneAdamOptions(OneBitOptions):
     bias_correction: bool = True
     compress: Literal["update"] = only("update", _UPDATE)
     var_freeze_step: Count = 100_000
+    warmup_wire: WarmupWire = "fp32"
     var_update_scaler: Count = 16
     local_step_scaler: Count = 32_678
     local_step_clipper: Count = 16

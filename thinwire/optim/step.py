@@ -13,6 +13,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from thinwire.optim.settings import WarmupWire
 from thinwire.zero.rank_checks import NormSketch
 from thinwire.zero.saved_state import Count, Counters, Positive
 from thinwire.zero.sharded_home import clip_of_norm, settings_digest
@@ -308,13 +309,14 @@ class _FreezeGroup(_Part):
 
 
 class AlgorithmCounters(Counters):
-    """Of an optimizer in such a home. Checkpoints of earlier versions lack `shared_at`."""
+    """Of an optimizer in such a home. Checkpoints of earlier versions lack what has a default."""
 
     names: list[str]
     settings: dict[str, Any]
     nodes: list[int] | None
     step: Count
     loss_scale: Positive
+    warmup_wire: WarmupWire = "fp32"
     freeze_groups: list[_FreezeGroup]
     shared_at: Count | None = None
     resynchronized_at: Count = 0

@@ -15,7 +15,7 @@ from thinwire.compress.exchange import EncodePart, Exchange
 from thinwire.compress.hierarchical_exchange import make_exchange
 from thinwire.compress.light_exchanges import LowMemoryExchange, make_exact_exchange
 from thinwire.compress.packet import write_headers
-from thinwire.optim.options import HomeOptions
+from thinwire.optim.options import COMPRESSED_WIRES, HomeOptions
 from thinwire.zero import BucketLayout, Slot, shard_numel
 
 
@@ -36,6 +36,7 @@ class Wire:
         self.codec = make_codec(options.codec, options.block_size)
         self.ranks = comm.size
         self._exact_codec = make_codec(options.exact_codec, options.block_size)
+        self.rounds_averages = options.warmup_wire in COMPRESSED_WIRES
         self._links = links
         self._residual_dtypes = residual_dtypes
 
@@ -46,12 +47,12 @@ class Wire:
         return shards * shard_numel(layout.numel, shards, layout.block_size)
 
     def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
-        """Make an exact average."""
-        codec = self._exact_codec
-        if self._links is None:
+        """Make an average of gradients: exact, or rounded with error feedback through a codec of blocks."""
+        codec, rounds = self._exact_codec, self.rounds_averages
+        if self._links is None and not rounds:
             return make_exact_exchange(self.comm, layout.numel, codec, bucket=index, device=device)
         return make_exchange(
-            self.comm, self._links, layout.numel, codec, bucket=index, error_feedback=False, device=device
+            self.comm, self._links, layout.numel, codec, bucket=index, error_feedback=rounds, device=device
         )
 
     def compressed(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from thinwire.plan.answer import as_answer, as_json, as_table, draw_plan
 from thinwire.plan.cluster import Cluster, Link, Processor
 from thinwire.plan.measure import measure_script
-from thinwire.plan.methods import ALGORITHMS, CODECS, OuterSchedule, Schedule, methods_for
+from thinwire.plan.methods import ALGORITHMS, CODECS, WARMUP_WIRES, OuterSchedule, Schedule, methods_for
 from thinwire.plan.models import named_model
 from thinwire.plan.recommendation import Plan, plan
 from thinwire.plan.units import Kind, PlanError, rate_in_words, read, require_whole
@@ -92,7 +92,7 @@ def _add_run(run: argparse._ArgumentGroup) -> None:
     run.add_argument("--powersgd-ranks", nargs="+", type=int, default=[1, 4])
     run.add_argument("--steps", type=int, help=f"of the run; by default {defaults.steps}")
     run.add_argument("--warmup", metavar="PART", default=f"{defaults.warmup:.0%}", help="of the steps until the freeze")
-    run.add_argument("--warmup-wire", choices=("fp32", "bf16"), default="bf16", help="by default bf16")
+    run.add_argument("--warmup-wire", choices=WARMUP_WIRES, default="bf16", help="by default bf16")
     run.add_argument("--var-freeze-step", type=int, help="0/1 Adam's; by default the warmup's end")
     run.add_argument("--var-update-scaler", type=int, default=defaults.var_update_scaler)
     run.add_argument("--local-step-scaler", type=int, default=defaults.local_step_scaler)

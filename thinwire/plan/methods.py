@@ -147,6 +147,10 @@ class ZeroOneSteps:
     local: int
 
 
+WarmupWire = Literal["fp32", "bf16", "int8", "int4"]
+WARMUP_WIRES: tuple[WarmupWire, ...] = get_args(WarmupWire)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A run of `steps`.
@@ -154,7 +158,7 @@ class Schedule:
     Args:
         steps: of the run.
         warmup: part of the steps before 1-bit Adam freezes, from 0 to 1.
-        warmup_wire: what is sent while gradients are averaged exactly.
+        warmup_wire: what carries gradients until then at stage 0, and 0/1 Adam's at stage 1.
         powersgd_start: steps that PowerSGD averages exactly first.
         var_freeze_step: the step after which 0/1 Adam makes local steps; None: `warmup` of all.
         var_update_scaler: updates of the variance after which their interval doubles.
@@ -167,7 +171,7 @@ class Schedule:
 
     steps: int = 100_000
     warmup: float = 0.15
-    warmup_wire: Literal["fp32", "bf16"] = "fp32"
+    warmup_wire: WarmupWire = "fp32"
     powersgd_start: int = 10
     var_freeze_step: int | None = None
     var_update_scaler: int = 16
@@ -185,8 +189,8 @@ class Schedule:
             require_whole("bucket_bytes", self.bucket_bytes)
         if not 0 <= self.warmup <= 1:
             raise PlanError(f"warmup is the part of the steps before the freeze, from 0 to 1, got {self.warmup!r}")
-        if self.warmup_wire not in ("fp32", "bf16"):
-            raise PlanError(f"warmup_wire must be 'fp32' or 'bf16', got {self.warmup_wire!r}")
+        if self.warmup_wire not in WARMUP_WIRES:
+            raise PlanError(f"warmup_wire must be one of {', '.join(WARMUP_WIRES)}, got {self.warmup_wire!r}")
         for name in ("powersgd_start", "var_freeze_step"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):

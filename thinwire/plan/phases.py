@@ -31,7 +31,7 @@ _LOCAL_STEP_BYTES = 40  # gradient, momentum, denominator, weight and sum in; mo
 _OUTER_BYTES = 36  # weights and outer weights in, their difference out; both and what arrived in, both out
 _POWERSGD_BYTES = 44  # error in and out, a copy, two products with factors, their product, the difference
 
-_EXACT: dict[str, CodecName] = {"fp32": "none", "bf16": "bf16"}
+_EXACT: dict[str, CodecName] = {"fp32": "none", "bf16": "bf16", "int8": "int8", "int4": "int4"}
 _NOTHING = Cost()
 
 

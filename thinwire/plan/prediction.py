@@ -27,7 +27,8 @@ def _memory(
     """
     parameters = workload.model.parameters
     if method.entry is not None:
-        held = _one_bit_state(method.entry, method, workload, cluster, warm=warm)
+        rounds = schedule.warmup_wire in ("int8", "int4")
+        held = _one_bit_state(method.entry, method, workload, cluster, warm=warm, rounds=rounds)
     else:
         held = model_state_formula(method.stage, parameters, cluster.ranks, element_bytes=workload.element_bytes)
         if method.algorithm == DILOCO:
@@ -58,8 +59,9 @@ def _outer_state(method: Method, workload: Workload, cluster: Cluster, schedule:
 
 
 def _one_bit_state(
-    entry: OptimizerEntry, method: Method, workload: Workload, cluster: Cluster, *, warm: bool
+    entry: OptimizerEntry, method: Method, workload: Workload, cluster: Cluster, *, warm: bool, rounds: bool
 ) -> dict[str, float]:
+    """`rounds`: whether the warmup's wire keeps residuals, as compressed steps do."""
     parameters, size, ranks = workload.model.parameters, workload.element_bytes, cluster.ranks
     # What scales whole layers has a second variance, which follows the frozen one.
     fresh_variance = not entry.elementwise
@@ -67,11 +69,12 @@ def _one_bit_state(
         vectors = (1 if entry.freeze_option is None else 2) + (not warm and fresh_variance)
         held = model_state_formula(0, parameters, ranks, element_bytes=size, state_bytes=_FP32 * vectors)
         held["payload"] = parameters * _FP32
-        if warm and not entry.local_steps:
+        if warm and not entry.local_steps and not rounds:
             held["average"] = parameters / ranks * _FP32  # of the own shard
         else:  # the worker's of what it sends, the owner's of its shard
             sent = parameters / (cluster.ranks_per_node if method.hierarchical else 1)
-            held["residuals"] = (sent + parameters / ranks) * _FP32
+            both = 2 if warm and rounds and entry.local_steps else 1  # of the warmup, and of what local steps send
+            held["residuals"] = (sent + parameters / ranks) * _FP32 * both
         if entry.local_steps:  # their sum and, frozen, the weights that they began with: in 16 bits the master weights
             held["local updates"] = parameters * _FP32 * (1 + (not warm and size == _FP32))
         return held

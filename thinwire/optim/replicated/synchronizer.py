@@ -13,7 +13,14 @@ from torch import Tensor
 from thinwire.compress.exchange import Outcome
 from thinwire.optim.algorithm import Algorithm, FreezeRule
 from thinwire.optim.bucket import Bucket, Shared
-from thinwire.optim.freeze_group import FreezeGroup, clip_local_step, new_clock, next_send, read_outcomes
+from thinwire.optim.freeze_group import (
+    FreezeGroup,
+    clip_local_step,
+    new_clock,
+    next_send,
+    read_outcomes,
+    sends_by_scale,
+)
 from thinwire.optim.home import AlgorithmHome
 from thinwire.optim.options import HomeOptions
 from thinwire.optim.replicated.parameters import ParameterTable, WholeStorage
@@ -260,7 +267,7 @@ class Synchronizer:
             if settings != self._table.settings(group):
                 return True
         changed = self._step.loss_scale != self._step.sent_scale
-        return changed and any(group.send is not Send.EXACT for group in self._layout.groups)
+        return changed and any(map(sends_by_scale, self._layout.groups))
 
     def _place_in_order_of_arrival(self) -> None:
         trainable = self._layout.trainable_unplaced

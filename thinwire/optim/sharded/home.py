@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.optim.bucket import Shared
-from thinwire.optim.freeze_group import FreezeGroup, clip_local_step, new_clock, read_outcomes
+from thinwire.optim.freeze_group import FreezeGroup, clip_local_step, new_clock, read_outcomes, sends_by_scale
 from thinwire.optim.home import AlgorithmHome, check_in_sync, check_settings, slices
 from thinwire.optim.options import HomeOptions, Recipe
 from thinwire.optim.sharded.owned import OwnedStorage
@@ -142,7 +142,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
     def _begin_step(self) -> Vote:
         step = self.in_flight
         vote = super()._begin_step()
-        if vote.finite and step.loss_scale != step.sent_scale and self.groups[0].send is not Send.EXACT:
+        if vote.finite and step.loss_scale != step.sent_scale and sends_by_scale(self.groups[0]):
             # They left as if gradients were times the scale before. It changes rarely, and alike on every rank;
             # nothing is committed yet, so all is simply sent again.
             step.send_again()
