@@ -170,6 +170,7 @@ TAMPERED: dict[str, Callable[[dict[str, Any]], object]] = {
     "no groups": lambda state: state.update(param_groups=[]),
     "a rate that is none": lambda state: state["param_groups"][0].update(lr=None),
     "a rate that is no number": lambda state: state["param_groups"][0].update(lr=float("nan")),
+    "a beta above 1": lambda state: state["param_groups"][0].update(betas=(0.9, 1.5)),
     "parameters exchanged": lambda state: state["param_groups"][0]["params"].reverse(),
     "state of other types": lambda state: state.update(state={0: None}),
 }

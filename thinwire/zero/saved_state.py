@@ -202,6 +202,8 @@ def fault_of_settings(mine: Mapping[str, Any], saved: Mapping[str, Any], path: s
         for number in value if isinstance(value, list | tuple) else (value,):
             if isinstance(number, float) and not math.isfinite(number) and own != value:
                 return f"{path}.{key} is {number}, a finite number was expected"
+            if key == "betas" and own is not None and not 0 <= number < 1:
+                return f"{path}.betas has {number}, numbers from 0 up to, not including, 1 were expected"
     return None
 
 
