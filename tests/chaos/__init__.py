@@ -22,6 +22,7 @@ class Harness(NamedTuple):
 HARNESSES = {
     "damage": Harness("checkpoints.damage", 1000, 20),
     "manifests": Harness("checkpoints.manifests", 400, 20),
+    "imports": Harness("imports.run", 400, 12),
     "folders": Harness("checkpoints.folders", 600, 12),
     "state_dicts": Harness("states.run", 500, 12),
     "packets": Harness("packets.run", 12_000, 300),

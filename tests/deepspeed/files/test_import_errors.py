@@ -167,7 +167,7 @@ FAULTS = {
     ),
     "a strange type": (
         lambda path: change(path, SECOND, lambda it: it.update(optimizer_state_dict=[1])),
-        "optimizer_state_dict.* is list, a dictionary was expected",
+        "optimizer_state_dict: Input should be a valid dictionary",
     ),
 }
 
@@ -184,6 +184,74 @@ def test_what_is_wrong_is_named(tmp_path, fault: str) -> None:
 def check_nothing_is_left(folder: Path) -> None:
     """Nothing but the folder's lock."""
     assert not folder.exists() or [path.name for path in folder.iterdir()] in ([], [".lock"])
+
+
+def base_of(content: dict) -> dict:
+    return content["optimizer_state_dict"]["base_optimizer_state"]
+
+
+EDITS: list[tuple[str, Callable[[dict], object], str]] = [
+    (MODEL, lambda it: it.update(global_steps=-1), "global_steps: .*greater than or equal to 0"),
+    (MODEL, lambda it: it.update(global_samples=float("inf")), "global_samples: "),
+    (MODEL, lambda it: it.update(skipped_steps=None), "skipped_steps: "),
+    (MODEL, lambda it: it.update(param_shapes=3), "param_shapes: .*list"),
+    (MODEL, lambda it: it["param_shapes"][0].update({"up.weight": [13, -5]}), r"param_shapes\.0\.up\.weight\.1: "),
+    (MODEL, lambda it: it["module"].update({"up.weight": torch.ones(2)}), r"has up\.weight in the shapes"),
+    (MODEL, lambda it: it["module"].update({"up.weight": [1.0]}), "module: .*up.weight is list, a tensor was expected"),
+    (MODEL, lambda it: it.update(buffer_names=[["seen"]]), r"buffer_names\.0: .*string"),
+    (MODEL, lambda it: it.update(shared_params=["head.weight"]), "shared_params: .*dictionary"),
+    (MODEL, lambda it: it.update(shared_params={"up.bias": "down.bias"}), "up.bias as another name of down.bias"),
+    (MODEL, lambda it: it.update(shared_params={"up.bias": "up.bias"}), "up.bias as another name of up.bias"),
+    (MODEL, lambda it: it.update(ds_config=[1]), "ds_config: .*dictionary"),
+    (MODEL, lambda it: it["ds_config"]["optimizer"].update(type=3), r"ds_config\.optimizer\.type: .*string"),
+    (MODEL, lambda it: it["lr_scheduler"].update(last_batch_iteration=float("inf")), "last_batch_iteration: "),
+    (SECOND, lambda it: it["optimizer_state_dict"].update(partition_count="2"), r"partition_count\.0: .*integer"),
+    (SECOND, lambda it: it["optimizer_state_dict"].update(partition_count=-2), r"partition_count\.0: "),
+    (SECOND, lambda it: it["optimizer_state_dict"].update(loss_scaler=[1.0]), r"loss_scaler: .*dictionary"),
+    (SECOND, lambda it: base_of(it).update(state=[3]), r"base_optimizer_state\.state: .*dictionary"),
+    (SECOND, lambda it: base_of(it)["state"][0].update(step=float("inf")), r"state\.0: .*step is inf"),
+    (SECOND, lambda it: base_of(it)["state"][0].update(step=torch.tensor(-1.0)), r"state\.0: .*step is -1"),
+    (SECOND, lambda it: base_of(it)["state"][0].update(master=torch.ones(3)), r"state\.0: .*'master' is no name"),
+    (SECOND, lambda it: base_of(it)["param_groups"][0].update(params="0"), r"param_groups\.0\.params: .*list"),
+    (SECOND, lambda it: base_of(it)["param_groups"][0].update(lr="fast"), r"param_groups\.0\.lr: .*number"),
+    (SECOND, lambda it: base_of(it)["param_groups"][0].update(betas=(0.9, float("nan"))), r"0\.betas\.1: .*finite"),
+]
+
+
+@pytest.mark.parametrize(("name", "edit", "message"), EDITS)
+def test_values_of_other_types_are_named(tmp_path, name: str, edit: Callable[[dict], object], message: str) -> None:
+    change(write_sharded(tmp_path / "in", make_trained(0), 2, 2), name, edit)
+    refused(CheckpointError, f"{name} .*{message}", imported, tmp_path / "in")
+    check_nothing_is_left(tmp_path / "imported")
+
+
+def test_fp32_copies_of_other_groups_are_refused(tmp_path) -> None:
+    for number, flat in enumerate((True, False)):
+        path = write_unsharded(tmp_path / f"{number}" / "in", make_trained(0), torch.bfloat16, flat)
+        change(
+            path, MODEL, lambda it: (it["optimizer"].get("fp32_groups_flat") or it["optimizer"]["fp32_groups"]).pop()
+        )
+        refused(CheckpointError, f"{MODEL} holds fp32 copies of other groups", imported, path.parent)
+
+
+def test_a_universal_parameter_lacks_no_kind_of_state(tmp_path) -> None:
+    path = write_universal(tmp_path / "in", make_trained(0), 1)
+    (path / "zero" / "up.weight" / "exp_avg.pt").unlink()
+    refused(CheckpointError, r"exp_avg\.pt is missing", imported, tmp_path / "in")
+
+
+class Hoard:
+    """A few bytes that ask for a gigabyte each."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return bytearray, (1 << 30,)
+
+
+def test_memory_is_bounded_by_the_size_of_the_file(tmp_path) -> None:
+    write_sharded(tmp_path / "in", make_trained(0, mine=[Hoard() for _ in range(64)]), 1, 1)
+    refused(
+        CheckpointError, f"{MODEL} cannot be read: MemoryError", import_checkpoint, tmp_path / "in", tmp_path / "out"
+    )
 
 
 WRITES = {

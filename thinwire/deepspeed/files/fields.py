@@ -1,109 +1,300 @@
-"""Values of DeepSpeed's dictionaries, checked as they are taken out, and in the words of this engine's checkpoints.
+"""The schema of what is taken from DeepSpeed's dictionaries, and states of parameters as this engine's checkpoints have
+them.
 
-A value that is missing, or of another type, is an error that names it."""
+Nothing is converted but what stands for a number. A value that is missing, or of another type, is an error that names
+file and value; what is not named here is not looked at."""
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Self
 
 import torch
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 from torch import Tensor
 
 from thinwire.deepspeed.files.pickles import Record
 from thinwire.engine.errors import CheckpointError
-from thinwire.engine.saved_job import json_part
-from thinwire.optim import registry
 from thinwire.zero import SavedSlice
-
-Kind = TypeVar("Kind")
+from thinwire.zero.saved_state import first_fault
 
 _NO_LENGTH = 1 << 62
+_SHORT = reprlib.Repr()
+_STEP = "step"
 
 
-class Entry:
-    """A dictionary of the file `path`, at `place` in it."""
-
-    def __init__(self, path: Path, values: Any, place: str = "") -> None:
-        self.path = path
-        self._place = place
-        if not isinstance(values, Mapping):
-            raise CheckpointError(f"{self.where('')} is {type(values).__name__}, a dictionary was expected")
-        self.values = values
-
-    def where(self, key: object) -> str:
-        """How messages call a value in here."""
-        parts = [part for part in (self._place, str(key)) if part]
-        return f"{'.'.join(parts)} in {self.path}" if parts else f"{self.path}"
-
-    def take(self, key: object, kind: type[Kind] | tuple[type[Kind], ...]) -> Kind:
-        """The value under `key`, which must be there and of this type."""
-        value = self._needed(key)
-        if not isinstance(value, kind):
-            names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
-            raise CheckpointError(f"{self.where(key)} is {type(value).__name__}, {names} was expected")
-        return value
-
-    def below(self, key: object) -> Entry:
-        """The dictionary under `key`."""
-        return Entry(self.path, self._needed(key), self._named(key))
-
-    def get(self, key: object, default: Any = None) -> Any:
-        """The value under `key`, whatever it is."""
-        return self.values.get(key, default)
-
-    def _needed(self, key: object) -> Any:
-        if key not in self.values:
-            raise CheckpointError(f"{self.path} holds no {self._named(key)}: it is of another version, or not whole")
-        return self.values[key]
-
-    def _named(self, key: object) -> str:
-        return f"{self._place}.{key}" if self._place else str(key)
-
-
-def shape_of(value: Any, where: str) -> tuple[int, ...]:
-    """A torch.Size, or a sequence of whole numbers, as a shape."""
-    if not isinstance(value, Sequence) or not all(type(one) is int and one >= 0 for one in value):
-        raise CheckpointError(f"{where} is no shape")
-    if math.prod(value) > _NO_LENGTH:
-        raise CheckpointError(f"{where} is a shape of more elements than there can be")
-    return tuple(value)
-
-
-def flat_tensor(value: Any, where: str) -> Tensor:
-    """A one-dimensional floating-point tensor."""
-    if not isinstance(value, Tensor) or value.dim() != 1 or not value.is_floating_point():
-        raise CheckpointError(f"{where} is no one-dimensional floating-point tensor")
-    return value
-
-
-def number_of(value: Any, where: str) -> float:
-    """A number, a tensor of one, or the number that an enumeration's member stands for."""
+def _plain_number(value: Any) -> Any:
+    """The number that an enumeration's member, or a tensor of one value, stands for; a whole one as a whole number."""
     if isinstance(value, Record) and len(value.args) == 1:
         value = value.args[0]
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CheckpointError(f"{where} is no number")
-    return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-_SCALAR = "scalar."
-_STEP = "step"
+def _listed(value: Any) -> Any:
+    """A tuple as a list, and what stands alone as a list of itself."""
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _bounded(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if math.prod(shape) > _NO_LENGTH:
+        raise ValueError("a shape of more elements than there can be")
+    return shape
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    if tensor.dim() != 1 or not tensor.is_floating_point():
+        raise ValueError(f"{tensor.dtype} of shape {tuple(tensor.shape)}, one-dimensional floating-point was expected")
+    return tensor
+
+
+def _state(values: dict[str, Any]) -> dict[str, Any]:
+    for kind, value in values.items():
+        if not kind.replace("_", "").isalnum() or kind in ("weight", "master"):
+            raise ValueError(f"{kind!r} is no name of an optimizer's state")
+        if value is None or (isinstance(value, Tensor) and (value.numel() != 1 or kind != _STEP)):
+            continue
+        number = _plain_number(value)
+        if isinstance(number, bool) or not isinstance(number, int | float) or not -(2.0**63) < number < 2.0**63:
+            raise ValueError(f"{kind} is {_SHORT.repr(number)}, no number of a state's")
+        if kind == _STEP and not (isinstance(number, int) and 0 <= number < 1 << 63):
+            raise ValueError(f"{kind} is {number}, no count")
+    return values
+
+
+def _module(values: dict[str, Any]) -> dict[str, Any]:
+    for name, value in values.items():
+        # What a module keeps of its own is no tensor as a rule.
+        if not isinstance(value, Tensor) and not name.endswith("_extra_state"):
+            raise ValueError(f"{name} is {type(value).__name__}, a tensor was expected")
+    return values
+
+
+Number = Annotated[float, BeforeValidator(_plain_number), Field(allow_inf_nan=False)]
+Whole = Annotated[int, BeforeValidator(_plain_number), Field(gt=-(1 << 63), lt=1 << 63)]
+Count = Annotated[Whole, Field(ge=0)]
+Size = Annotated[int, Field(ge=0)]
+Shape = Annotated[
+    tuple[Size, ...],
+    BeforeValidator(lambda one: tuple(one) if isinstance(one, list) else one),
+    AfterValidator(_bounded),
+]
+Flat = Annotated[Tensor, AfterValidator(_flat)]
+State = Annotated[dict[str, Any], AfterValidator(_state)]
+
+
+class Dictionary(BaseModel):
+    """A dictionary of a file."""
+
+    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+
+
+class File(Dictionary):
+    """A file's whole `content`, which came from `path`."""
+
+    _path: Path = PrivateAttr()
+    _content: Mapping[Any, Any] = PrivateAttr()
+
+    @classmethod
+    def of(cls, path: Path, content: object) -> Self:
+        """What `content` holds. Raises CheckpointError where it is not what DeepSpeed writes."""
+        try:
+            file = cls.model_validate(content)
+        except ValidationError as error:
+            raise CheckpointError(f"{path} does not hold what DeepSpeed's files do: {first_fault(error)}") from None
+        file._path, file._content = path, content if isinstance(content, Mapping) else {}
+        return file
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._path
+
+    @property
+    def content(self) -> Mapping[Any, Any]:
+        """All of it, as it is."""
+        return self._content
+
+
+class Group(Dictionary):
+    """A parameter group: these where they are there, and whatever else its class has."""
+
+    model_config = ConfigDict(extra="allow")
+
+    params: list[int] = []
+    lr: Number = 0.0
+    initial_lr: Number = 0.0
+    weight_decay: Number = 0.0
+    momentum: Number = 0.0
+    dampening: Number = 0.0
+    betas: Annotated[list[Number], BeforeValidator(_listed)] = []
+    eps: Annotated[list[Number | None], BeforeValidator(_listed)] = []
+    step: Count = 0
+    decoupled_weight_decay: bool = True
+
+    def settings(self) -> Mapping[str, Any]:
+        """As the file has them."""
+        values = {key: value for key, value in self if key in self.model_fields_set}
+        if len(self.eps) == 1:
+            values["eps"] = self.eps[0]
+        return values
+
+
+class TorchState(Dictionary):
+    """What torch's optimizers write, or of elastic checkpoints the states alone, in a list."""
+
+    state: dict[int, State]
+    param_groups: list[Group]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbered(cls, given: Any) -> Any:
+        return {"state": dict(enumerate(given)), "param_groups": []} if isinstance(given, list) else given
+
+
+class LossScale(Dictionary):
+    """fp16's loss scale, an object or what is beside an optimizer."""
+
+    dynamic: bool | None = None
+    dynamic_loss_scale: bool | None = None
+    cur_scale: Number | None = None
+    cur_iter: Count = 0
+    last_overflow_iter: Whole = 0
+    cur_hysteresis: Whole | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fields(cls, given: Any) -> Any:
+        return given.fields if isinstance(given, Record) else given
+
+
+class ClassByName(Dictionary):
+    """Of DeepSpeed's configuration: a class by name, and its arguments."""
+
+    type: str | None = None
+    params: dict[str, Any] | None = None
+
+
+class Configuration(Dictionary):
+    """The part of DeepSpeed's configuration that says of which classes states are."""
+
+    optimizer: ClassByName | None = None
+    scheduler: ClassByName | None = None
+
+
+class ModelFile(File):
+    """mp_rank_00_model_states.pt, or stage 3's of a rank. Whatever else there is its user has saved, `client_state`."""
+
+    module: Annotated[dict[str, Any], AfterValidator(_module)]
+    buffer_names: list[str]
+    param_shapes: Annotated[
+        list[dict[str, Shape]] | None, BeforeValidator(lambda one: [one] if isinstance(one, dict) else one)
+    ] = None
+    shared_params: dict[str, str] | None = None
+    frozen_param_shapes: dict[str, Shape] | None = None
+    frozen_param_fragments: dict[str, Tensor] | None = None
+    optimizer: Any = None
+    lr_scheduler: dict[str, Any] | None = None
+    global_steps: Count = 0
+    global_samples: Count = 0
+    skipped_steps: Count = 0
+    # A path, where DeepSpeed was given one.
+    ds_config: Annotated[
+        Configuration | None, BeforeValidator(lambda one: None if isinstance(one, str | Record) else one)
+    ] = None
+    ds_version: str | None = None
+
+
+class ScheduleState(Dictionary):
+    """One of DeepSpeed's own."""
+
+    last_batch_iteration: Annotated[Whole, Field(ge=-1, lt=(1 << 63) - 1)] = -1
+
+
+class ScheduleFile(File):
+    """A model's file whose schedule is that."""
+
+    lr_scheduler: ScheduleState
+
+
+class Partition(Dictionary):
+    """A rank's runs of flat groups."""
+
+    # The optimizer of bf16 without ZeRO shards as stage 1 does, and names no stage.
+    zero_stage: Whole = 1
+    partition_count: Annotated[list[Count], BeforeValidator(_listed), Field(min_length=1)]
+    base_optimizer_state: TorchState | None = None
+    optimizer_state_dict: TorchState | None = None
+    fp32_flat_groups: list[Flat] | None = None
+    single_partition_of_fp32_groups: list[Flat] | None = None
+    loss_scaler: LossScale | None = None
+
+
+class OptimizerFile(File):
+    """zero_pp_rank_0_mp_rank_00_optim_states.pt and the like."""
+
+    optimizer_state_dict: Partition
+
+
+class States(Dictionary):
+    """Of an optimizer whose groups are elsewhere."""
+
+    state: dict[int, State] = {}
+
+
+class CommonFile(File):
+    """optimizer_state.pt of a universal checkpoint."""
+
+    param_groups: list[Group]
+    loss_scaler: LossScale | None = None
+    optimizer_state_dict: States | None = None
+
+
+class StateFile(File):
+    """A value of a parameter's state in a universal checkpoint, under its name."""
+
+    state: State
+
+
+class UnshardedOptimizer(File, LossScale):
+    """A model's file's "optimizer" at stage 0: torch's, or one over fp32 copies, of which that is a part."""
+
+    optimizer_state_dict: TorchState
+    fp32_groups_flat: list[Flat] | None = None
+    fp32_groups: list[list[Tensor]] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _torchs(cls, given: Any) -> Any:
+        whole = isinstance(given, dict) and "optimizer_state_dict" not in given
+        return {"optimizer_state_dict": given} if whole else given
 
 
 @dataclass(frozen=True)
 class OptimizerState:
     """`slices`: weights that lie with the optimizer, and its moments and step counts. `groups`: settings of each group,
-    as DeepSpeed's files have them. `loss_scale`: where fp16's scale is described, or None."""
+    as DeepSpeed's files have them. `loss_scale`: fp16's, or None."""
 
     slices: list[SavedSlice] = field(default_factory=list)
     groups: list[Mapping[str, Any]] = field(default_factory=list)
-    loss_scale: Any = None
+    loss_scale: LossScale | None = None
+
+
+_SCALAR = "scalar."
 
 
 def weight_kind(dtype: torch.dtype) -> str:
@@ -128,98 +319,9 @@ def scalars_of(
     if _STEP in settings:
         values.setdefault(_STEP, settings[_STEP])
     for kind, value in values.items():
-        if value is None:
+        number = _plain_number(value)
+        if number is None:
             continue
-        number = number_of(value, f"{kind} of {where}")
-        if not -(2.0**63) < number < 2.0**63:
-            raise CheckpointError(f"{kind} of {where} is {number}, which is no count")
+        if not isinstance(number, int | float):
+            raise CheckpointError(f"{kind} of {where} is no moment and no number")
         yield SavedSlice(_SCALAR + kind, name, 0, torch.tensor([number], dtype=torch.float32))
-
-
-# Of a parameter group: beside what a class takes by name, what schedules put there.
-_OF_SCHEDULES = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
-_DEEPSPEEDS_SCHEDULES = frozenset({"LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"})
-_OF_ADAM = frozenset({"betas", "eps", "weight_decay"})
-
-
-def optimizer_counters(
-    groups: Sequence[Mapping[str, Any]], config: Mapping[str, Any], asked_for: str | None
-) -> tuple[dict[str, Any] | None, str]:
-    """What an optimizer of this engine takes up as its counters, and why: None where the class cannot be told.
-
-    `asked_for`: the class by name, instead of what DeepSpeed's configuration and the groups themselves say.
-    """
-    section = config.get("optimizer")
-    section = section if isinstance(section, Mapping) else {}
-    params = section.get("params")
-    params = params if isinstance(params, Mapping) else {}
-    name, why = asked_for, "as asked for"
-    if name is None and isinstance(section.get("type"), str):
-        by_lower = {one.lower(): one for one in (*dir(torch.optim), *registry.NAMES) if one[:1].isupper()}
-        name = by_lower.get(section["type"].lower(), section["type"])
-        why = f'DeepSpeed\'s configuration says "{section["type"]}"'
-    if name is None and groups:
-        why = "the settings of its parameter groups are that class's"
-        if groups[0].keys() >= _OF_ADAM:
-            name = "AdamW" if groups[0].get("decoupled_weight_decay", True) else "Adam"
-        elif "momentum" in groups[0] and "nesterov" in groups[0]:
-            name = "SGD"
-    if name is None:
-        return None, "neither DeepSpeed's configuration nor the parameter groups say of which class"
-    if name in registry.NAMES:
-        return None, f"{name} keeps another state than DeepSpeed's, and begins anew from the weights"
-    decoupled = params.get("adam_w_mode", True)
-    return {"optimizer": name, "groups": [_settings(name, one, decoupled) for one in groups]}, why
-
-
-def schedule_of(state: Any, config: Mapping[str, Any], asked_for: str | None) -> dict[str, Any] | None:
-    """A schedule's class and state; None where there is none, or its class cannot be told."""
-    section = config.get("scheduler")
-    given = section.get("type") if isinstance(section, Mapping) else None
-    name = asked_for if asked_for is not None else given
-    if not isinstance(state, Mapping) or not isinstance(name, str):
-        return None
-    if name in _DEEPSPEEDS_SCHEDULES:
-        # DeepSpeed counts steps from -1.
-        last = number_of(state.get("last_batch_iteration", -1), "lr_scheduler.last_batch_iteration")
-        return {"type": name, "state": {"last_epoch": int(last) + 1}}
-    return {"type": name, "state": _plain(state)}
-
-
-def loss_scale_of(scaler: Any) -> dict[str, Any] | None:
-    """The state of a dynamic loss scale; None where it is fixed, or there is none."""
-    fields = scaler.fields if isinstance(scaler, Record) else scaler
-    if not isinstance(fields, Mapping) or not fields.get("dynamic", fields.get("dynamic_loss_scale", False)):
-        return None
-    done, overflow = (int(number_of(fields.get(key, 0), key)) for key in ("cur_iter", "last_overflow_iter"))
-    state = {
-        "value": float(number_of(fields.get("cur_scale"), "cur_scale")),
-        "steps_without_overflow": max(0, done - 1 - overflow),
-    }
-    if "cur_hysteresis" in fields:
-        state["forbearance"] = max(0, int(number_of(fields["cur_hysteresis"], "cur_hysteresis")))
-    return state
-
-
-def _settings(name: str, group: Mapping[str, Any], decoupled: Any) -> dict[str, Any]:
-    """A group's settings that the class has, as plain values."""
-    optimizer = getattr(torch.optim, name, None)
-    known = set(inspect.signature(optimizer).parameters) | _OF_SCHEDULES if optimizer is not None else group.keys()
-    settings = {key: _plain(value) for key, value in group.items() if key in known and key != "params"}
-    if name in ("Adam", "AdamW"):
-        settings["decoupled_weight_decay"] = bool(group.get("decoupled_weight_decay", decoupled or name == "AdamW"))
-    # Where a step runs is this job's own matter.
-    return {key: value for key, value in settings.items() if key not in ("foreach", "fused", "capturable")}
-
-
-def _plain(value: Any) -> Any:
-    """What JSON keeps of a value, tensors of one value among it; entries that it does not keep are left out."""
-    return json_part(_with_numbers(value))
-
-
-def _with_numbers(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, Mapping):
-        return {key: _with_numbers(one) for key, one in value.items()}
-    return [_with_numbers(one) for one in value] if isinstance(value, list | tuple) else value

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from thinwire.comm import threads
 from thinwire.deepspeed.files.fields import (
-    Entry,
+    ClassByName,
+    Configuration,
+    LossScale,
+    ModelFile,
+    OptimizerFile,
     OptimizerState,
-    loss_scale_of,
-    number_of,
-    optimizer_counters,
-    schedule_of,
+    ScheduleFile,
 )
 from thinwire.deepspeed.files.model_files import DeepSpeedFiles, ModelFiles, find_files, find_tag
 from thinwire.deepspeed.files.pickles import Reader, Record, read_apart
@@ -30,7 +34,8 @@ from thinwire.engine.checkpoint.client_state import ClientState, pack_client_sta
 from thinwire.engine.checkpoint.folder import CheckpointFolder
 from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
 from thinwire.engine.errors import CheckpointError, UsageError, printable
-from thinwire.engine.saved_job import SavedJob
+from thinwire.engine.saved_job import SavedJob, json_part
+from thinwire.optim import registry
 from thinwire.zero.saved_state import first_fault
 
 _ALONE_SECONDS = 3600.0
@@ -88,7 +93,7 @@ def import_checkpoint(
         store = CheckpointStore(output, threads.single(_ALONE_SECONDS))
         try:
             saved = store.save(source.name, snapshot)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise CheckpointError(f"{source} is not whole: {error}") from error
         if not saved:
             raise CheckpointError(f"{imported.path} could not be written: a warning above says why")
@@ -113,9 +118,10 @@ def _read(files: DeepSpeedFiles, work: Path, read: Reader, weights_only: bool) -
     parts = [work / "first", work / "second"]
     for part in parts:
         part.mkdir()
-    paths = [*files.models, *files.optimizers]
-    entries = [Entry(path, content) for path, content in zip(paths, read(paths, parts[0]), strict=True)]
-    models, optimizers = entries[: len(files.models)], entries[len(files.models) :]
+    contents = read([*files.models, *files.optimizers], parts[0])
+    count = len(files.models)
+    models = [ModelFile.of(path, one) for path, one in zip(files.models, contents[:count], strict=True)]
+    optimizers = [OptimizerFile.of(path, one) for path, one in zip(files.optimizers, contents[count:], strict=True)]
     sharded = files.models[0].name.startswith(("zero_pp", "bf16_zero_pp", "fp16_zero_pp"))
     model = ModelFiles.read(models, sharded)
     if sharded and files.optimizers and len(models) != len(optimizers):
@@ -144,8 +150,7 @@ def _snapshot(
 ) -> tuple[Imported, Snapshot]:
     description = model.description()
     first = model.files[0]
-    config = first.get("ds_config")
-    config = config if isinstance(config, Mapping) else {}
+    config = first.ds_config or Configuration()
     imported = Imported(Path(), len(description.parameters), None)
     slices = [*model.other_weights(), *_weights_too(state, model)]
     counters: dict[str, Any] | None = None
@@ -161,16 +166,16 @@ def _snapshot(
     if counters is None:
         slices = [one for one in slices if one.kind in ("weight", "master")]
         counters = {"optimizer": "none", "groups": []}
-    schedule = schedule_of(first.get("lr_scheduler"), config, scheduler)
-    if schedule is None and first.get("lr_scheduler") is not None:
+    schedule = schedule_of(first, scheduler)
+    if schedule is None and first.lr_scheduler is not None:
         imported.notes.append("the schedule's state is left out: DeepSpeed's configuration names none. Use --scheduler")
     client = _client_state(model, imported.notes)
     held = {name for group in model.groups or () for name in group}
     shared = SavedJob.plain(
-        progress={name: int(number_of(first.get(name, 0), first.where(name))) for name in _COUNTERS},
+        progress={name: getattr(first, name) for name in _COUNTERS},
         optimizer=counters,
         schedule=schedule,
-        loss_scale=loss_scale_of(state.loss_scale),
+        loss_scale=loss_scale_of(state.loss_scale, first.path.parent),
         data=None,
         client_state=client.plain,
         client_values=client.special,
@@ -180,6 +185,94 @@ def _snapshot(
     return imported, Snapshot(
         slices, description, rank_tensors=client.tensors, shared=shared, buffers=dict(model.buffers)
     )
+
+
+# Of a parameter group: beside what a class takes by name, what schedules put there.
+_OF_SCHEDULES = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
+_DEEPSPEEDS_SCHEDULES = frozenset({"LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"})
+_OF_ADAM = frozenset({"betas", "eps", "weight_decay"})
+
+
+def optimizer_counters(
+    groups: Sequence[Mapping[str, Any]], config: Configuration, asked_for: str | None
+) -> tuple[dict[str, Any] | None, str]:
+    """What an optimizer of this engine takes up as its counters, and why: None where the class cannot be told.
+
+    `asked_for`: the class by name, instead of what DeepSpeed's configuration and the groups themselves say.
+    """
+    section = config.optimizer or ClassByName()
+    name, why = asked_for, "as asked for"
+    if name is None and section.type is not None:
+        by_lower = {one.lower(): one for one in (*dir(torch.optim), *registry.NAMES) if one[:1].isupper()}
+        name = by_lower.get(section.type.lower(), section.type)
+        why = f'DeepSpeed\'s configuration says "{section.type}"'
+    if name is None and groups:
+        why = "the settings of its parameter groups are that class's"
+        if groups[0].keys() >= _OF_ADAM:
+            name = "AdamW" if groups[0].get("decoupled_weight_decay", True) else "Adam"
+        elif "momentum" in groups[0] and "nesterov" in groups[0]:
+            name = "SGD"
+    if name is None:
+        return None, "neither DeepSpeed's configuration nor the parameter groups say of which class"
+    if name in registry.NAMES:
+        return None, f"{name} keeps another state than DeepSpeed's, and begins anew from the weights"
+    decoupled = (section.params or {}).get("adam_w_mode", True)
+    return {"optimizer": name, "groups": [_settings(name, one, decoupled) for one in groups]}, why
+
+
+def schedule_of(file: ModelFile, asked_for: str | None) -> dict[str, Any] | None:
+    """A schedule's class and state; None where there is none, or its class cannot be told."""
+    state, section = file.lr_scheduler, (file.ds_config or Configuration()).scheduler
+    name = asked_for if asked_for is not None or section is None else section.type
+    if state is None or name is None:
+        return None
+    if name in _DEEPSPEEDS_SCHEDULES:
+        # DeepSpeed counts steps from -1.
+        last = ScheduleFile.of(file.path, {"lr_scheduler": state}).lr_scheduler.last_batch_iteration
+        return {"type": name, "state": {"last_epoch": last + 1}}
+    return {"type": name, "state": _plain(state)}
+
+
+def loss_scale_of(scale: LossScale | None, where: Path) -> dict[str, Any] | None:
+    """The state of a dynamic loss scale; None where it is fixed, or there is none. Raises CheckpointError for one that
+    cannot be."""
+    if scale is None or not (scale.dynamic_loss_scale if scale.dynamic is None else scale.dynamic):
+        return None
+    if scale.cur_scale is None or scale.cur_scale <= 0:
+        raise CheckpointError(f"{where} holds a loss scale of {scale.cur_scale}: a number above 0 was expected")
+    state = {
+        "value": scale.cur_scale,
+        "steps_without_overflow": max(0, scale.cur_iter - 1 - scale.last_overflow_iter),
+    }
+    if scale.cur_hysteresis is not None:
+        state["forbearance"] = max(0, scale.cur_hysteresis)
+    return state
+
+
+def _settings(name: str, group: Mapping[str, Any], decoupled: Any) -> dict[str, Any]:
+    """A group's settings that the class has, as plain values."""
+    optimizer = getattr(torch.optim, name, None)
+    known: Collection[str] = group.keys()
+    if isinstance(optimizer, type):
+        known = set(inspect.signature(optimizer).parameters) | _OF_SCHEDULES
+    settings = {key: _plain(value) for key, value in group.items() if key in known and key != "params"}
+    if name in ("Adam", "AdamW"):
+        settings["decoupled_weight_decay"] = bool(group.get("decoupled_weight_decay", decoupled or name == "AdamW"))
+    # Where a step runs is this job's own matter.
+    return {key: value for key, value in settings.items() if key not in ("foreach", "fused", "capturable")}
+
+
+def _plain(value: Any) -> Any:
+    """What JSON keeps of a value, tensors of one value among it; entries that it does not keep are left out."""
+    return json_part(_with_numbers(value))
+
+
+def _with_numbers(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, Mapping):
+        return {key: _with_numbers(one) for key, one in value.items()}
+    return [_with_numbers(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _weights_too(state: OptimizerState, model: ModelFiles) -> list[Any]:

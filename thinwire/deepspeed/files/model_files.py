@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.deepspeed.files.fields import Entry, flat_tensor, shape_of
+from thinwire.deepspeed.files.fields import ModelFile
 from thinwire.engine.checkpoint.files import read_file
 from thinwire.engine.checkpoint.manifest import ModelDescription
 from thinwire.engine.errors import CheckpointError, UsageError
@@ -155,7 +155,7 @@ class ModelFiles:
     the one that holds it. `module`: what lies under the model's names, buffers left out; at stage 3 without values.
     """
 
-    files: Sequence[Entry]
+    files: Sequence[ModelFile]
     module: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     tied: Mapping[str, str]
@@ -163,32 +163,24 @@ class ModelFiles:
     sharded: bool
 
     @classmethod
-    def read(cls, files: Sequence[Entry], sharded: bool) -> ModelFiles:
-        """What these files hold; `sharded` at stage 3. Raises CheckpointError for what is not DeepSpeed's."""
+    def read(cls, files: Sequence[ModelFile], sharded: bool) -> ModelFiles:
+        """What these files hold; `sharded` at stage 3. Raises CheckpointError for what does not fit together."""
         first = files[0]
-        module = first.below("module")
-        # What a module keeps of its own is no tensor as a rule.
-        extra = {name for name in module.values if isinstance(name, str) and name.endswith("_extra_state")}
-        names = {name: module.take(name, Tensor) for name in module.values if name not in extra}
-        named_buffers = set(first.take("buffer_names", list))
-        shapes = first.get("param_shapes")
-        groups = None
-        if shapes is not None:
-            where = first.where("param_shapes")
-            given = first.take("param_shapes", (list, dict))
-            per_group = given if isinstance(given, list) else [given]
-            groups = [
-                {
-                    str(name): shape_of(shape, f"{name} of {where}")
-                    for name, shape in Entry(first.path, one).values.items()
-                }
-                for one in per_group
-            ]
-        tied = {str(alias): str(name) for alias, name in (first.get("shared_params") or {}).items()}
+        names = {name: one for name, one in first.module.items() if isinstance(one, Tensor)}
+        named_buffers = set(first.buffer_names)
         kept = {name: one for name, one in names.items() if name not in named_buffers}
-        tied |= same_objects(kept) if not sharded else {}
+        tied = {**(first.shared_params or {}), **(same_objects(kept) if not sharded else {})}
+        for alias, name in tied.items():
+            if alias in kept and (name not in kept or name in tied or not (sharded or _same(kept[alias], kept[name]))):
+                raise CheckpointError(
+                    f"{first.path} has {alias} as another name of {name} in shared_params, which is no parameter of "
+                    "its own, or has other values"
+                )
         buffers = {name: one for name, one in names.items() if name in named_buffers}
-        return cls(files, {name: one for name, one in kept.items() if name not in tied}, buffers, tied, groups, sharded)
+        module = {name: one for name, one in kept.items() if name not in tied}
+        model = cls(files, module, buffers, tied, first.param_shapes, sharded)
+        model.description()  # every parameter has one shape
+        return model
 
     def description(self) -> ModelDescription:
         """Shape and dtype of every parameter."""
@@ -208,7 +200,7 @@ class ModelFiles:
 
     def client_state(self) -> dict[str, Any]:
         """What the user has saved beside the model."""
-        return {key: value for key, value in self.files[0].values.items() if key not in _DEEPSPEEDS.split()}
+        return {key: value for key, value in self.files[0].content.items() if key not in _DEEPSPEEDS.split()}
 
     def _shape(self, name: str) -> tuple[int, ...]:
         for group in self.groups or ():
@@ -221,27 +213,37 @@ class ModelFiles:
                 return shape
         if not self.sharded:
             return tuple(self.module[name].shape)
-        frozen = self.files[0].get("frozen_param_shapes") or {}
+        frozen = self.files[0].frozen_param_shapes or {}
         if name not in frozen:
             raise CheckpointError(
                 f"no file holds the values of {name}: it was in no optimizer and not frozen, and DeepSpeed saves no "
                 "such parameter at stage 3. Freeze it there with requires_grad_(False), and save again"
             )
-        return shape_of(frozen[name], self.files[0].where(f"frozen_param_shapes.{name}"))
+        return frozen[name]
 
     def _frozen(self, name: str) -> list[SavedSlice]:
         """Each rank's run of a frozen parameter; the last ones are padded."""
         wanted, start, slices = math.prod(self._shape(name)), 0, []
         for file in self.files:
-            fragment = flat_tensor(
-                file.below("frozen_param_fragments").take(name, Tensor), file.where(f"frozen_param_fragments.{name}")
-            )
+            fragment = (file.frozen_param_fragments or {}).get(name)
+            if fragment is None or fragment.dim() != 1:
+                raise CheckpointError(f"frozen_param_fragments of {file.path} has no one-dimensional tensor of {name}")
             run = fragment[: max(0, wanted - start)]
             slices.append(SavedSlice("weight", name, start, run))
             start += fragment.numel()
         if start < wanted:
             raise CheckpointError(f"the files of {len(self.files)} ranks hold {start} of the {wanted} values of {name}")
         return slices
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether these hold the same bits."""
+    if one is other:
+        return True
+    whole = one.dtype == other.dtype and one.shape == other.shape
+    return whole and torch.equal(
+        one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8)
+    )
 
 
 def same_objects(named: Mapping[str, object]) -> dict[str, str]:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from thinwire.deepspeed.files.fields import (
-    Entry,
+    CommonFile,
+    OptimizerFile,
     OptimizerState,
-    flat_tensor,
+    StateFile,
     moments_of,
-    number_of,
     scalars_of,
     weight_kind,
 )
@@ -47,18 +47,10 @@ class _Place:
     offset: int
 
 
-def stage_of(files: Sequence[Entry]) -> int:
+def stage_of(files: Sequence[OptimizerFile]) -> int:
     """The ZeRO stage of optimizer files. Raises CheckpointError where they are not all of one checkpoint."""
-    stages, counts = set(), set()
-    for file in files:
-        state = file.below("optimizer_state_dict")
-        # The optimizer of bf16 without ZeRO shards as stage 1 does, and names no stage.
-        stages.add(int(number_of(state.get("zero_stage", 1), state.where("zero_stage"))))
-        count = state.take("partition_count", (int, list))
-        counts |= {
-            int(number_of(one, state.where("partition_count")))
-            for one in (count if isinstance(count, list) else [count])
-        }
+    stages = {file.optimizer_state_dict.zero_stage for file in files}
+    counts = {count for file in files for count in file.optimizer_state_dict.partition_count}
     if len(stages) > 1 or len(counts) > 1:
         raise CheckpointError(
             f"the optimizer files in {files[0].path.parent} are of several checkpoints: stages {sorted(stages)}, ranks "
@@ -78,15 +70,17 @@ def stage_of(files: Sequence[Entry]) -> int:
     return stage
 
 
-def read_sharded(model: ModelFiles, files: Sequence[Entry], stage: int) -> OptimizerState:
+def read_sharded(model: ModelFiles, files: Sequence[OptimizerFile], stage: int) -> OptimizerState:
     """What the optimizer files of all ranks hold. Raises CheckpointError for what does not fit the model's files."""
     if model.groups is None:
         raise CheckpointError(f"{model.files[0].path} holds no param_shapes, which tell what lies where beside it")
-    states = [file.below("optimizer_state_dict") for file in files]
-    base = states[0].get("base_optimizer_state", states[0].get("optimizer_state_dict"))
+    first = files[0].optimizer_state_dict
+    base = first.base_optimizer_state or first.optimizer_state_dict
+    groups = base.param_groups if base is not None else []
     # Where only states were saved, a job goes on with the settings that it has.
-    settings = _settings(base, files[0]) or [{} for _ in model.groups if stage < 3]
-    runs = [list(_runs(state, stage)) for state in states]
+    settings: list[Mapping[str, Any]] = [group.settings() for group in groups]
+    settings = settings or [{} for _ in model.groups if stage < 3]
+    runs = [list(_runs(file, stage)) for file in files]
     slices: list[SavedSlice] = []
     find = _shares if stage == 3 else _spread
     for name, places in find(model.groups, runs, files):
@@ -102,34 +96,26 @@ def read_sharded(model: ModelFiles, files: Sequence[Entry], stage: int) -> Optim
         if not model.sharded and name in model.module:
             _check_agreement(name, model.module[name], [one for one in own if one.kind == kind], files)
         slices += own
-    return OptimizerState(slices, settings, states[0].get("loss_scaler"))
+    return OptimizerState(slices, settings, first.loss_scaler)
 
 
-def _settings(base: Any, file: Entry) -> list[Mapping[str, Any]]:
-    """Of every parameter group; none where only states were saved (elastic checkpoints)."""
-    if not isinstance(base, Mapping):
-        return []
-    groups = Entry(file.path, base, "optimizer_state_dict").take("param_groups", list)
-    return [Entry(file.path, group, f"param_groups.{number}").values for number, group in enumerate(groups)]
-
-
-def _runs(state: Entry, stage: int) -> Iterator[_Run]:
-    flats = state.take("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups", list)
-    base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+def _runs(file: OptimizerFile, stage: int) -> Iterator[_Run]:
+    state = file.optimizer_state_dict
+    name = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    flats = state.fp32_flat_groups if stage == 3 else state.single_partition_of_fp32_groups
+    if flats is None:
+        raise CheckpointError(f"{file.path} holds no {name}: it is of another version, or not whole")
+    base = state.base_optimizer_state or state.optimizer_state_dict
+    states, groups = (base.state, base.param_groups) if base is not None else ({}, [])
     for number, flat in enumerate(flats):
-        where = state.where(f"flat group {number}")
-        if isinstance(base, list):  # elastic: without padding, and with nothing but states
-            own = base[number] if number < len(base) else {}
-        else:
-            held, groups = (base or {}).get("state", {}), (base or {}).get("param_groups", [])
-            # An optimizer of one flat tensor a group, or sub-group, numbers its state by the group's parameters.
-            numbered = stage < 3 and number < len(groups) and groups[number].get("params")
-            own = held.get(int(groups[number]["params"][0]) if numbered else number, {})
-        yield _Run(flat_tensor(flat, where), Entry(state.path, own, where).values, where)
+        # An optimizer of one flat tensor a group, or sub-group, numbers its state by the group's parameters.
+        numbered = stage < 3 and number < len(groups) and groups[number].params
+        own = states.get(groups[number].params[0] if numbered else number, {})
+        yield _Run(flat, own, f"flat group {number} in {file.path}")
 
 
 def _spread(
-    groups: Sequence[Mapping[str, tuple[int, ...]]], runs: Sequence[Sequence[_Run]], files: Sequence[Entry]
+    groups: Sequence[Mapping[str, tuple[int, ...]]], runs: Sequence[Sequence[_Run]], files: Sequence[OptimizerFile]
 ) -> Iterator[tuple[str, list[tuple[int, int, _Place]]]]:
     """Stages 1 and 2: where on which rank each parameter's elements are."""
     for number, group in enumerate(groups):
@@ -157,7 +143,9 @@ def _spread(
             begin += numel
 
 
-def _check_agreement(name: str, weights: Tensor, master_weights: Sequence[SavedSlice], files: Sequence[Entry]) -> None:
+def _check_agreement(
+    name: str, weights: Tensor, master_weights: Sequence[SavedSlice], files: Sequence[OptimizerFile]
+) -> None:
     """Compare the model's weights with the optimizer's, which round to them: files of different saves do not.
 
     A user may have written to some of them since the last step, and not to most.
@@ -175,7 +163,7 @@ def _check_agreement(name: str, weights: Tensor, master_weights: Sequence[SavedS
 
 
 def _shares(
-    groups: Sequence[Mapping[str, tuple[int, ...]]], runs: Sequence[Sequence[_Run]], files: Sequence[Entry]
+    groups: Sequence[Mapping[str, tuple[int, ...]]], runs: Sequence[Sequence[_Run]], files: Sequence[OptimizerFile]
 ) -> Iterator[tuple[str, list[tuple[int, int, _Place]]]]:
     """Stage 3: each rank has the same share of every parameter, the last ones with padding; whole ones in a run."""
     world = len(runs)
@@ -237,6 +225,10 @@ def universal_files(model: ModelFiles, folder: Path) -> dict[tuple[str, str], Pa
             if "/" in name or not os.path.lexists(own / f"{_WEIGHTS}.pt"):
                 raise CheckpointError(f"{own / _WEIGHTS}.pt is missing: the universal checkpoint is not whole")
             files |= {(name, path.stem): path for path in sorted(own.glob("*.pt"))}
+    kinds = {kind for _, kind in files}
+    for group in model.groups or ():
+        for name, kind in ((name, kind) for name in group for kind in kinds if (name, kind) not in files):
+            raise CheckpointError(f"{folder / name / kind}.pt is missing, and other parameters have it")
     if os.path.lexists(folder / _COMMON):
         files["", ""] = folder / _COMMON
     return files
@@ -247,15 +239,13 @@ def read_universal(model: ModelFiles, files: Mapping[tuple[str, str], Path], con
     values: dict[str, dict[str, Any]] = defaultdict(dict)
     for (name, kind), content in zip(files, contents, strict=True):
         values[name][kind] = content
-    common = Entry(files["", ""], values[""][""]) if "" in values else None
+    common = CommonFile.of(files["", ""], values[""][""]) if "" in values else None
     settings: list[Mapping[str, Any]] = [{} for _ in model.groups or () if not model.sharded]
     if common is not None:
-        settings = [Entry(common.path, one).values for one in common.take("param_groups", list)]
+        settings = [group.settings() for group in common.param_groups]
     # Stage 3's universal checkpoints have one step count for all parameters.
-    packed = None if common is None else common.get("optimizer_state_dict")
-    held = packed.get("state") if isinstance(packed, Mapping) else None
-    states = held.values() if isinstance(held, Mapping) else ()
-    step = next((one[_STEP] for one in states if isinstance(one, Mapping) and _STEP in one), None)
+    states = common.optimizer_state_dict.state.values() if common and common.optimizer_state_dict else ()
+    step = next((one[_STEP] for one in states if _STEP in one), None)
     slices: list[SavedSlice] = []
     for number, group in enumerate(model.groups or ()):
         for name, shape in group.items():
@@ -266,13 +256,14 @@ def read_universal(model: ModelFiles, files: Mapping[tuple[str, str], Path], con
             tensors = {kind: own[_WEIGHTS], **{key: one for key, one in own.items() if key not in (_WEIGHTS, _STEP)}}
             slices += [SavedSlice(key, name, 0, one) for key, one in tensors.items() if one.numel()]
             slices += scalars_of(state, of_group, name, f"{files[name, _WEIGHTS].parent}")
-    return OptimizerState(slices, settings, None if common is None else common.get("loss_scaler"))
+    return OptimizerState(slices, settings, None if common is None else common.loss_scaler)
 
 
 def _whole(content: Any, numel: int, path: Path) -> Any:
     """The values in a parameter's file, flat; a step count as it is."""
     if path.stem == _STEP:
-        return content
+        return StateFile.of(path, {"state": {_STEP: content}}).state[_STEP]
+    StateFile.of(path, {"state": {path.stem: None}})
     if isinstance(content, Mapping):
         if strange := content.keys() - _TOLD:
             raise CheckpointError(

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from thinwire.deepspeed.files.fields import (
-    Entry,
+    ModelFile,
     OptimizerState,
-    flat_tensor,
+    UnshardedOptimizer,
     moments_of,
-    number_of,
     scalars_of,
     weight_kind,
 )
@@ -32,17 +31,19 @@ from thinwire.deepspeed.files.model_files import ModelFiles
 from thinwire.engine.errors import CheckpointError
 from thinwire.zero import SavedSlice
 
+_MOST_WAYS = 100_000
+
 # Releases that do so. 0.19.8 is the last that was looked at.
 _FIRST, _LAST, _LAST_IN_BF16 = (0, 18, 3), (0, 19, 8), (0, 18, 5)
 
 
-def _refuse_missing_scale(version: Any, optimizer: Entry, dtype: torch.dtype) -> None:
+def _refuse_missing_scale(version: str | None, optimizer: UnshardedOptimizer, dtype: torch.dtype) -> None:
     """Raise CheckpointError for a file of stage 0 by DeepSpeed's `version` whose `optimizer`, which runs over copies of
     weights of this dtype, has moments of divided gradients."""
-    numbers = re.match(r"\s*v?(\d{1,6})\.(\d{1,6})\.(\d{1,6})", version) if isinstance(version, str) else None
-    if numbers is None or "cur_scale" not in optimizer.values:
+    numbers = re.match(r"\s*v?(\d{1,6})\.(\d{1,6})\.(\d{1,6})", version or "")
+    scale = optimizer.cur_scale
+    if numbers is None or scale is None:
         return
-    scale = number_of(optimizer.get("cur_scale"), optimizer.where("cur_scale"))
     release = tuple(int(one) for one in numbers.groups())
     if scale != 1 and _FIRST <= release <= (_LAST if dtype == torch.float16 else _LAST_IN_BF16):
         raise CheckpointError(
@@ -66,17 +67,15 @@ class _Group:
 def read_unsharded(model: ModelFiles) -> OptimizerState:
     """What "optimizer" of the model's file holds. Raises CheckpointError where it cannot be told whose it is."""
     file = model.files[0]
-    if file.get("optimizer") is None:
+    if file.optimizer is None:
         return OptimizerState()
-    held = file.below("optimizer")
-    packed = held.below("optimizer_state_dict") if "optimizer_state_dict" in held.values else held
-    groups = _groups(held, packed)
-    scaler = held.values if "cur_scale" in held.values else None
+    held = UnshardedOptimizer.of(file.path, file.optimizer)
+    groups = _groups(held)
     settings = [group.settings for group in groups]
     dtypes = {tensor.dtype for tensor in model.module.values()} & {torch.float16, torch.bfloat16}
     if dtypes and any(group.copies is not None for group in groups):
         dtype = torch.float16 if torch.float16 in dtypes else torch.bfloat16
-        _refuse_missing_scale(file.get("ds_version"), held, dtype)
+        _refuse_missing_scale(file.ds_version, held, dtype)
     owners = _assign(model, groups, file)
     slices: list[SavedSlice] = []
     for group, names in zip(groups, owners, strict=True):
@@ -98,27 +97,30 @@ def read_unsharded(model: ModelFiles) -> OptimizerState:
             if state:
                 slices += scalars_of(state, group.settings, name, f"{name} in {file.path}", single)
             offset += tensor.numel()
-    return OptimizerState([one for one in slices if one.tensor.numel()], settings, scaler)
+    return OptimizerState([one for one in slices if one.tensor.numel()], settings, held)
 
 
-def _groups(held: Entry, packed: Entry) -> list[_Group]:
-    states = packed.below("state").values
-    flats, singles = held.get("fp32_groups_flat"), held.get("fp32_groups")
+def _groups(held: UnshardedOptimizer) -> list[_Group]:
+    packed = held.optimizer_state_dict
+    counts = [len(one.params) for one in packed.param_groups]
+    flats, singles = held.fp32_groups_flat, held.fp32_groups
+    if (flats is not None and len(flats) != len(counts)) or (
+        flats is None and singles is not None and [len(one) for one in singles] != counts
+    ):
+        raise CheckpointError(f"{held.path} holds fp32 copies of other groups than param_groups has")
     groups = []
-    for number, one in enumerate(packed.take("param_groups", list)):
-        settings = Entry(held.path, one, f"param_groups.{number}").values
-        keys = settings.get("params", [])
-        own = [states.get(key, {}) for key in keys]
+    for number, one in enumerate(packed.param_groups):
+        own = [packed.state.get(key, {}) for key in one.params]
         copies: Sequence[Tensor] | None = None
-        if isinstance(flats, list) and number < len(flats):
-            copies = [flat_tensor(flats[number], held.where(f"fp32_groups_flat.{number}"))]
-        elif isinstance(singles, list) and number < len(singles):
-            copies = [one for one in singles[number]]
-        groups.append(_Group(settings, own, copies, isinstance(flats, list)))
+        if flats is not None:
+            copies = [flats[number]]
+        elif singles is not None:
+            copies = singles[number]
+        groups.append(_Group(one.settings(), own, copies, flats is not None))
     return groups
 
 
-def _assign(model: ModelFiles, groups: Sequence[_Group], file: Entry) -> list[list[str]]:
+def _assign(model: ModelFiles, groups: Sequence[_Group], file: ModelFile) -> list[list[str]]:
     """The names of each group's parameters, in its order, which is the model's within a group.
 
     Every parameter of the model is tried in turn as the next of each group; what is left of the ways to place all of
@@ -140,7 +142,9 @@ def _assign(model: ModelFiles, groups: Sequence[_Group], file: Entry) -> list[li
                 known = layer.get(after)
                 layer[after] = (min(2, ways + (known[0] if known else 0)), places, number)
         layers.append(layer)
-    ways = layers[-1].get(goals, (0, start, -1))[0]
+        if len(layer) > _MOST_WAYS:
+            break
+    ways = layers[-1].get(goals, (0, start, -1))[0] if len(layers) > len(names) else 2
     if ways != 1:
         which = "no way to tell" if not ways else "more than one way in"
         raise CheckpointError(
