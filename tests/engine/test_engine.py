@@ -104,6 +104,26 @@ def test_what_the_engine_lacks_is_the_models() -> None:
         engine.half()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_evaluation_has_rank_0s_means_of_a_batch_norm(stage) -> None:
+    """As under DistributedDataParallel."""
+
+    def body(comm):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        engine = make_engine(comm, settings(stage), model=model)
+        for step in range(3):
+            engine.backward(engine(batch(comm.rank, step)[0]).square().mean())
+            engine.step()
+        of_rank_0 = model[1].running_mean.clone()
+        comm.broadcast(of_rank_0)
+        assert torch.equal(model[1].running_mean, of_rank_0) is (comm.rank == 0)
+        engine.eval()
+        assert torch.equal(model[1].running_mean, of_rank_0)
+
+    threads.run(body, 2)
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_weights_on_their_way_are_there_through_module_and_in_files(stage, tmp_path) -> None:
     def body(comm):

@@ -152,7 +152,10 @@ def evaluates_common_weights_and_keeps_the_best(comm: Communicator, folder: Path
         compute_metrics=lambda _: {"quality": next(qualities)},
         callbacks=[Looking(seen)],
     )
+    trainer.model.register_buffer("mean", torch.full((), float(comm.rank)), False)  # as a BatchNorm's, each rank's own
     trainer.train()
+    assert trainer.model.mean == 0
+    trainer.model.mean.fill_(comm.rank)
     assert len(seen) == 4
     assert all(same_on_all_ranks(comm, weights) for weights in seen)
     best = Path(trainer.state.best_model_checkpoint)
@@ -161,6 +164,7 @@ def evaluates_common_weights_and_keeps_the_best(comm: Communicator, folder: Path
     assert all(torch.equal(saved[name], one) for name, one in trainer.model.state_dict().items() if name in saved)
     found = logged(trainer, "eval_loss")
     assert trainer.evaluate()["eval_loss"] == found[1]
+    assert trainer.model.mean == 0
     assert all(torch.equal(saved[name], one) for name, one in trainer.model.state_dict().items() if name in saved)
 
 

@@ -391,6 +391,15 @@ def test_the_step_of_the_freeze_can_be_set_until_it_is_there(comm: Communicator,
         setattr(optimizer, option, 20)
 
 
+@pytest.mark.parametrize(("name", "key"), [("OneBitAdam", "adam_freeze_key"), ("OneBitLamb", "lamb_freeze_key")])
+@on_threads(1)
+def test_names_that_scripts_for_other_libraries_read(comm: Communicator, name: str, key: str) -> None:
+    model, optimizer = Subject(name, 0).on_model(comm, 2)
+    assert getattr(optimizer.optimizer, key) is False
+    train(model, optimizer, range(FREEZE))
+    assert getattr(optimizer.optimizer, key) is True
+
+
 @on_threads(1)
 def test_a_group_has_no_freeze_of_its_own(comm: Communicator) -> None:
     group = {"params": list(make_model().parameters()), "freeze_step": 3}

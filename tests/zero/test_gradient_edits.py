@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 import thinwire
 from tests.launching import on_threads
 from tests.optim.training import loss_of, make_model, weights
-from thinwire.comm import Communicator
+from thinwire.comm import Communicator, threads
 from thinwire.zero import ShardedOptimizer
 
 FREEZE = 2
@@ -175,6 +176,36 @@ def test_a_second_step_takes_the_gradients_again_or_is_refused(
         return
     optimizer.step()
     assert not torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("reversible", [True, None])
+@pytest.mark.parametrize(
+    ("kind", "stage"), [("OneBitAdam", 1), ("OneBitAdam", 2), ("OneBitLamb", 1), ("OneBitLion", 1)]
+)
+def test_a_frozen_backward_that_is_thrown_away_leaves_residuals_alone_or_says_that_they_restart(
+    kind: str, stage: int, reversible: bool | None
+) -> None:
+    restarts = reversible is None and kind in ("OneBitAdam", "OneBitLamb")
+    given = {"reversible": reversible} if kind in ("OneBitAdam", "OneBitLamb") else {}
+    given |= {"freeze_step": FREEZE} if given else {}
+
+    def body(comm: Communicator) -> None:
+        model = make_model()
+        build = getattr(thinwire, kind)
+        optimizer = build(model.parameters(), lr=0.1, block_size=64, stage=stage, comm=comm, **given)
+        for step in range(FREEZE + 2):
+            loss_of(model, comm.rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = {name: one.clone() for name, one in optimizer.rank_tensors().items() if "residual" in name}
+        assert any(one.any() for one in before.values())
+        loss_of(model, comm.rank, 50).backward()
+        optimizer.zero_grad()
+        for name, one in before.items():
+            assert torch.equal(optimizer.rank_tensors()[name], torch.zeros_like(one) if restarts else one)
+
+    with pytest.warns(RuntimeWarning, match="thrown away.*reversible=True") if restarts else nullcontext():
+        threads.run(body, 2)
 
 
 @pytest.mark.parametrize("zero", ["model", "in place", "by hand"])

@@ -40,7 +40,7 @@ class LowMemoryExchange(Exchange):
         self.takes_encoder = codec.has_kernels and reversible and residual_dtype == torch.float32
         self.worker_residual = torch.zeros(self.padded_numel, dtype=residual_dtype, device=device)
         self.owner_residual = torch.zeros(self.shard, device=device)
-        self._reversible = reversible
+        self.reversible = reversible
         self._next: Tensor | None = None
 
     @override
@@ -50,10 +50,10 @@ class LowMemoryExchange(Exchange):
         if self.worker_residual.dtype == torch.float32 and encode is None:
             self._next = self.payload
         else:
-            self._next = torch.empty_like(self.worker_residual) if self._reversible else self.worker_residual
+            self._next = torch.empty_like(self.worker_residual) if self.reversible else self.worker_residual
         super().start(step, flags, settings, encode)
         self._payload = None
-        if not self._reversible:
+        if not self.reversible:
             self.worker_residual, self._next = self._next, None
 
     def take_packets(self) -> Tensor:

@@ -19,6 +19,7 @@ from thinwire.engine.model import warn_of_another_size
 from thinwire.engine.optimizers import NoOptimizer
 from thinwire.engine.reports import JobReports, StepSummary
 from thinwire.zero.fsdp import Preparation
+from thinwire.zero.rank_checks import broadcast_from_rank_0
 
 _PROGRESS = ("global_steps", "global_samples", "skipped_steps")
 _CHANGES_A_MODEL = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "to_empty", "type"}
@@ -210,13 +211,15 @@ class Engine:
             (self._optimizer.train if mode else self._optimizer.eval)()
         elif not mode:
             self._optimizer.synchronize_weights()
+            norms = [one for one in self._module.modules() if getattr(one, "running_mean", None) is not None]
+            broadcast_from_rank_0(self.comm, [one for norm in norms for one in norm.buffers(recurse=False)])
         return self.module.train(mode)
 
     def eval(self) -> nn.Module:
-        """Put the model into evaluation mode, with the same weights on every rank.
+        """Put the model into evaluation mode, with the same weights on every rank, and rank 0's means of a BatchNorm.
 
-        Collective with ZeroOneAdam between two of its syncs, and then a sync more. With DiLoCo the model has the outer
-        weights until `train`, and nothing is sent. Returns the model.
+        Collective with a BatchNorm, and with ZeroOneAdam between two of its syncs, and then a sync more. With DiLoCo
+        the model has the outer weights until `train`, and nothing is sent. Returns the model.
         """
         return self.train(False)
 

@@ -32,6 +32,7 @@ from thinwire.hugging_face.engine_training import (
     ThinwireConfig,
     adapt_accelerator_to_engine,
 )
+from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 if TYPE_CHECKING:
@@ -204,6 +205,9 @@ class TrainerMixin(_Trainer):
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if self._engine is not None:
             return self._engine  # for evaluation too: it places inputs, and gives all ranks the same weights
+        if not training and self.optimizer is not None and self._engine_training is None:
+            # A BatchNorm's means, which without DistributedDataParallel are each rank's own.
+            broadcast_from_rank_0(self._synchronized.comm, list(self.model.buffers()))
         return super()._wrap_model(model, training, dataloader)
 
     # Logging
@@ -230,10 +234,12 @@ class TrainerMixin(_Trainer):
     # Weights: those that all ranks have in common, where ranks' own differ between syncs
 
     def train(self, *args: Any, **options: Any) -> Any:
-        """Train; afterwards all ranks hold the same weights."""
+        """Train; afterwards all ranks hold the same weights, and rank 0's buffers."""
         output = super().train(*args, **options)
         _leave_evaluation(self._stepped)
         self._stepped.synchronize_weights()
+        if self._engine_training is None:
+            broadcast_from_rank_0(self._synchronized.comm, list(self.model.buffers()))
         return output
 
     def save_model(self, *args: Any, **options: Any) -> None:

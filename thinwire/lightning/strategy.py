@@ -26,6 +26,7 @@ from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.checkpoint.folder import CheckpointFolder
 from thinwire.engine.optimizer_checkpoints import load_optimizer, save_optimizer
 from thinwire.optim.optimizer import CompressedOptimizer
+from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 from thinwire.zero.training_loops import refuse_late_workers
 
@@ -298,11 +299,7 @@ class ThinwireStrategy(_DDPStrategy):
     def _take_over_buffers(self) -> None:
         if self.world_size > 1 and self._synchronized:
             assert self.lightning_module is not None
-            with torch.no_grad():
-                for buffer in self.lightning_module.buffers():
-                    values = buffer.detach().contiguous()
-                    self._synchronized[0].comm.broadcast(values)
-                    buffer.copy_(values)
+            broadcast_from_rank_0(self._synchronized[0].comm, list(self.lightning_module.buffers()))
 
     # Checkpoints
 

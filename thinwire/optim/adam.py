@@ -200,6 +200,7 @@ class OneBitAdam(CompressedOptimizer):
     """
 
     freeze_step = FreezeOption()
+    adam_freeze_key = CompressedOptimizer.frozen  # as scripts written for other libraries call it
 
     def __init__(
         self,

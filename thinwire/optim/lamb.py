@@ -326,6 +326,7 @@ class OneBitLamb(CompressedOptimizer):
     """
 
     freeze_step = FreezeOption()
+    lamb_freeze_key = CompressedOptimizer.frozen  # as scripts written for other libraries call it
 
     def __init__(
         self,

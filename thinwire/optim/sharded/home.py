@@ -4,6 +4,7 @@ packed."""
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from thinwire.compress.light_exchanges import LowMemoryExchange
 from thinwire.optim.bucket import Shared
 from thinwire.optim.freeze_group import FreezeGroup, clip_local_step, new_clock, read_outcomes, sends_by_scale
 from thinwire.optim.home import AlgorithmHome, check_in_sync, check_settings, slices
@@ -161,9 +163,22 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
 
     @override
     def drop(self) -> None:
+        if self.watcher.arrived and self.groups[0].send is Send.COMPRESSED and self.comm.rank == 0:
+            self._warn_of_lost_residuals()
         super().drop()
         if self._sketch is not None:
             self._sketch.begin(self.steps)
+
+    def _warn_of_lost_residuals(self) -> None:
+        exchanges = [bucket.compressed for bucket in self.groups[0].buckets]
+        if not all(isinstance(one, LowMemoryExchange) and one.reversible for one in exchanges):
+            warnings.warn(
+                "a compressed backward() is thrown away, by zero_grad() without a step() or by a load: the residuals "
+                "of error feedback have taken its gradients up, and begin again from zero. reversible=True keeps those "
+                "of before, in a second copy of 2 bytes an element, or 4 in fp32",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     @override
     def parameter_state(self) -> ParameterState:
