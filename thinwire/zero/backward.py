@@ -2,8 +2,7 @@
 backward, and when a step, is over.
 
 Buckets are moved on as later ones start: start(0), start(1), advance(0), start(2), advance(1), wait(0), ... The order
-of legs is fixed by the buckets' numbers alone, so that ranks cannot disagree about it, and never idle while a bucket
-waits for its gradients.
+of legs is fixed by the buckets' numbers alone, so that ranks cannot disagree about it.
 """
 
 from __future__ import annotations
@@ -12,23 +11,28 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.zero import gradient_seal
 from thinwire.zero.bucket_layout import Slot
-from thinwire.zero.gradient_seal import Seal, SentGradient, gradient_of, refuse_kind
+from thinwire.zero.gradient_seal import Seal, SentGradient, gradient_of
 from thinwire.zero.gradients import BucketTransport
 from thinwire.zero.rank_checks import agree_to_leave_out, check_left_out
+from thinwire.zero.training_loops import Turn
+
+_Call = Callable[[], None]
+_graph_task = torch._C._current_graph_task_id
 
 
 class GradientHook:
-    """Calls a method with `index` whenever a parameter's gradient is complete, while the method's object lives.
-
-    A parameter has one such hook at most: the optimizer built last over a parameter is the one that sends its gradient.
-    A parameter that is in the graph and gets no gradient, as a dropped layer's, is not announced.
+    """Calls a method with `index` whenever a parameter's gradient is complete, while the method's object lives, whose
+    `turn` is told of errors. One that is in the graph and gets no gradient, as a dropped layer's, is not announced.
     """
 
     def __init__(self, on_gradient: Callable[[int], None], index: int) -> None:
@@ -37,18 +41,15 @@ class GradientHook:
         self._on_gradient = on_gradient.__func__  # type: ignore[attr-defined]
         self._index = index
 
-    def register(self, parameter: Any) -> None:  # torch's hook registry is untyped
-        """Take the place of an earlier hook of this kind on `parameter`, if there is one."""
-        hooks = parameter._post_accumulate_grad_hooks or {}
-        for key in [key for key, hook in hooks.items() if isinstance(hook, GradientHook)]:
-            del hooks[key]
-        parameter.register_post_accumulate_grad_hook(self)
-
     def __call__(self, parameter: Tensor) -> None:
         """Be called by autograd."""
         owner = self._owner()
         if owner is not None and parameter.grad is not None:
-            self._on_gradient(owner, self._index)
+            try:
+                self._on_gradient(owner, self._index)
+            except BaseException as error:
+                owner.turn.fail(error)
+                raise
 
 
 def _drop_sent(parameter: Tensor, sent: SentGradient) -> None:
@@ -71,19 +72,19 @@ class BackwardWatcher:
     every backward is sent, and the transports add up. Every rank runs the same number of backwards.
 
     `parameters`: those watched, by number; hooked once they require gradients. `held_back`: keep them until `finish`.
-    `arrived`: the numbers of those whose gradients this backward has brought, in the order in which they came.
-    `seal`: by which edits of these gradients are noticed. `started`: how many buckets have left in this backward.
+    `arrived`: the numbers of those whose gradients this backward has brought, in order. `seal`: by which edits of these
+    are noticed. `started`: how many buckets have left in this backward.
     `left_out`: parameters that all of the step's backwards, as sent so far, left out on every rank.
     `gates`: nothing is sent while one of them returns false, which is how another wrapper's `no_sync` is obeyed.
-    `before_first`: called once, in the next backward, before its first gradient is taken.
+    `turn`: of the one thread in a backward. `before_first`: called once, before the next one's first gradient is taken.
 
     Args:
         describe: how an error message calls a parameter, by its number.
         on_whole: called when a synchronised backward ends that reached every parameter but those in `usually_absent`.
-            Another may be a part of a larger one (reentrant checkpointing, or one of several losses).
+            Another may be a part of a larger one.
     """
 
-    def __init__(self, describe: Callable[[int], str], on_whole: Callable[[], None]) -> None:
+    def __init__(self, describe: Callable[[int], str], on_whole: _Call) -> None:
         self.parameters: list[Tensor] = []
         self.seal = Seal(self.parameters, describe)
         self._kinds: list[tuple[torch.dtype, torch.device]] = []
@@ -92,23 +93,25 @@ class BackwardWatcher:
         self._describe, self._on_whole = describe, on_whole
         self._unhooked: list[int] = []
         self.gates: list[Callable[[], bool]] = []
-        self.before_first: Callable[[], None] | None = None
+        self.before_first: _Call | None = None
         self._synchronize, self.held_back = True, False
+        self.turn = Turn()
         self.use([], keeps_gradients=True)
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Take charge of the gradients of further parameters, from the next backward on."""
+        """Take charge of the gradients of further parameters from the next backward on, and of earlier ones that require
+        gradients by now."""
         for parameter in parameters:
             self._unhooked.append(len(self.parameters))
             self.parameters.append(parameter)
             self._kinds.append((parameter.dtype, parameter.device))
-        self._hook_trainable()
+        for number in self._unhooked:
+            if self.parameters[number].requires_grad:
+                gradient_seal.replace_hook(self.parameters[number], GradientHook(self._on_gradient, number))
+        self._unhooked = [number for number in self._unhooked if not self.parameters[number].requires_grad]
 
     def use(
-        self,
-        transports: Sequence[BucketTransport],
-        keeps_gradients: bool,
-        between_legs: Callable[[], None] | None = None,
+        self, transports: Sequence[BucketTransport], keeps_gradients: bool, between_legs: _Call | None = None
     ) -> None:
         """Send through these from the next backward on.
 
@@ -152,8 +155,7 @@ class BackwardWatcher:
     def leave_out(self, parameters: Iterable[Tensor], comm: Communicator) -> None:
         """Expect no gradient of these in the next backward that is sent, on any rank. Collective.
 
-        Takes the place of what was left out before. Raises ValueError, on every rank, where ranks differ, and where one
-        of the parameters has a gradient, and RuntimeError where gradients of that backward have left already.
+        Takes the place of what was left out before; raises as the optimizer's.
         """
         error = None
         if self.arrived and self._keeps_gradients:
@@ -168,10 +170,7 @@ class BackwardWatcher:
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only add up; where gradients are not kept they leave all the same."""
         if self.in_step and self._keeps_gradients:
-            raise RuntimeError(
-                "no_sync() was entered between a synchronised backward() and its step(): the gradients have left "
-                "already. Call step() first, or put the earlier backward() inside no_sync() too"
-            )
+            gradient_seal.refuse_late_no_sync()
         before, self._synchronize = self._synchronize, False
         try:
             yield
@@ -193,7 +192,7 @@ class BackwardWatcher:
     def finish(self) -> None:
         """Bring everything of this step to its end. Collective; again after `add`, for what was added."""
         if self._unhooked:
-            self._hook_trainable()
+            self.watch(())
         if self.arrived or not self._sent or self._keeps_gradients:
             self._send_rest()
         if self._between_legs is not None:
@@ -203,10 +202,9 @@ class BackwardWatcher:
 
     def wait_for_averages(self) -> None:
         """Wait until the gradients that have left in this step are averaged, and leave it open. Collective."""
-        if not self._keeps_gradients:
-            if self.arrived:
-                self.end_backward()
-        elif self.in_step and not self._finished:
+        if self.arrived and not self._keeps_gradients:
+            self.end_backward()
+        elif self._keeps_gradients and self.in_step and not self._finished:
             self.finish()
             self.seal.take_again()
 
@@ -232,8 +230,7 @@ class BackwardWatcher:
         self._begin_step()
 
     def drop(self) -> None:
-        """Forget gradients that have left, or arrived, since the last step: on other ranks some may have left already.
-        Collective if there are any."""
+        """Forget gradients that have left or arrived, as some may have on other ranks. Collective if there are any."""
         if self._sent or self.arrived:
             self.finish()
         if self._sent or self.arrived or self._arrived_in_step or self._left_out:
@@ -252,7 +249,7 @@ class BackwardWatcher:
         self.left_out: frozenset[int] = frozenset()
         self._sent: bool = False
         self._some_sent = self._finished = False
-        self._callback_queued = False  # of a backward that has failed none comes
+        self._task = -1  # torch's number of the backward
         self._begin_backward()
 
     def _begin_backward(self) -> None:
@@ -263,43 +260,53 @@ class BackwardWatcher:
         self.started = self._advanced = self._waited = 0
         self._stay: set[int] = set()
 
-    def _hook_trainable(self) -> None:
-        for number in self._unhooked:
-            if self.parameters[number].requires_grad:
-                GradientHook(self._on_gradient, number).register(self.parameters[number])
-        self._unhooked = [number for number in self._unhooked if not self.parameters[number].requires_grad]
-
     def _on_gradient(self, number: int) -> None:
-        if self.before_first is not None:
-            callback, self.before_first = self.before_first, None
-            callback()
         if torch.is_grad_enabled():  # with create_graph
             with torch.no_grad():
                 self._on_gradient(number)
             return
-        if not self._callback_queued:  # else it is known of this backward
-            self._sending = self._sends()
+        if self._task != _graph_task():
+            self._enter()
         self._arrive(number, self._sending)
-        if self._sending and not self._callback_queued:
-            self._callback_queued = True
-            # Twice: a callback queued by a callback runs after those that others, DDP for one, queued meanwhile.
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._on_backward_end))
+
+    def _enter(self) -> None:
+        """Note that the first gradient of a backward has come, or of one within it."""
+        turn = self.turn
+        if turn.thread or turn.cut_short:
+            turn.check("backward()")
+        if self.before_first is not None:
+            callback, self.before_first = self.before_first, None
+            callback()
+        self._task = _graph_task()
+        if turn.thread and turn.in_backward:
+            return
+        self._sending = self._sends()
+        # Twice: a callback queued by a callback runs after those that others, DDP for one, queued meanwhile.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        at_end = partial(queue, self._on_backward_end)
+        turn.backward, turn.call, turn.thread = weakref.ref(at_end), "backward()", get_ident()
+        queue(at_end)
 
     def _on_backward_end(self) -> None:
-        self._callback_queued = False
-        for number, held in self.arrived.items() if not self.seal.written_back else ():
-            gradient = self.parameters[number].grad
-            if held is not None and (gradient is None or gradient is not held[0] or gradient._version != held[1]):
-                self.seal.refuse(number)
-        known = self.arrived.keys() | self.usually_absent | self._left_out
-        if len(known) == len(self.parameters) or all(
-            number in known or not one.requires_grad for number, one in enumerate(self.parameters)
-        ):
-            with torch.no_grad():
-                self._on_whole()
-        # Not before: DDP writes gradients back after they have arrived here.
-        self.seal.take(self.arrived)
+        self._task = -1
+        try:
+            for number, held in self.arrived.items() if self._sending and not self.seal.written_back else ():
+                gradient = self.parameters[number].grad
+                if held is not None and (gradient is None or gradient is not held[0] or gradient._version != held[1]):
+                    self.seal.refuse(number)
+            known = self.arrived.keys() | self.usually_absent | self._left_out
+            if self._sending and (
+                len(known) == len(self.parameters)
+                or all(number in known or not one.requires_grad for number, one in enumerate(self.parameters))
+            ):
+                with torch.no_grad():
+                    self._on_whole()
+            # Not before: DDP writes gradients back after they have arrived here.
+            self.seal.take(self.arrived if self._sending else ())
+        except BaseException as error:
+            self.turn.fail(error)
+            raise
+        self.turn.thread = 0
 
     def _arrive(self, number: int, sends: bool = True) -> None:
         parameter, place = self.parameters[number], self._places.get(number)
@@ -307,7 +314,7 @@ class BackwardWatcher:
             self.seal.refuse_used(number, writes=1)
         strided = parameter.grad is None or parameter.grad.layout is torch.strided
         if not strided or (parameter.dtype, parameter.device) != self._kinds[number]:
-            refuse_kind(parameter, *self._kinds[number], self._describe(number))
+            gradient_seal.refuse_kind(parameter, *self._kinds[number], self._describe(number))
         if not sends:
             self._arrived_in_step.add(number)
             if place is not None:
@@ -316,18 +323,9 @@ class BackwardWatcher:
         if number in self._left_out:
             check_left_out(parameter, self._describe(number))
             return
-        if self._finished and number not in self.arrived:
-            raise RuntimeError(
-                f"{self._describe(number)} got its gradient in a backward() of its own, after the step's gradients had "
-                "left without it, as in the step before. Put every backward() but the last inside `with no_sync():`"
-            )
+        if self._finished if number not in self.arrived else self._keeps_gradients:
+            gradient_seal.refuse_second_backward(self._describe(number), late=number not in self.arrived)
         if number in self.arrived:
-            if self._keeps_gradients:
-                raise RuntimeError(
-                    f"a second backward() before step() reached {self._describe(number)} whose gradient has left "
-                    "already. To accumulate gradients, put every backward() but the last inside `with no_sync():`; to "
-                    "drop the first one, call zero_grad()"
-                )
             self.end_backward()
         self._arrived_in_step.add(number)
         self.arrived[number] = None

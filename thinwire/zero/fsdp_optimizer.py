@@ -223,6 +223,7 @@ class _FullyShardedHome(Home):
         finite = math.isfinite(norm)
         applied = finite and bool(there)
         if applied:
+            self.watcher.turn.moving = True
             self.steps += 1
             self._apply(gradients, clip_coefficient(self._max_norm, norm) / self.loss_scale)
         self.reshard()  # what a forward without backward has left gathered is out of date

@@ -157,6 +157,15 @@ def _some_of(gradient: Tensor) -> Tensor:
     return some.detach() if some.requires_grad else some
 
 
+def replace_hook(parameter: Any, hook: object) -> None:  # torch's hook registry is untyped
+    """Register a hook for when the gradient has accumulated, in the place of one of its class: the optimizer built last
+    over a parameter is the one that sends its gradient."""
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    for key in [key for key, one in hooks.items() if type(one) is type(hook)]:
+        del hooks[key]
+    parameter.register_post_accumulate_grad_hook(hook)
+
+
 def refuse_kind(parameter: Tensor, dtype: torch.dtype, device: torch.device, name: str) -> NoReturn:
     """Raise TypeError for a parameter of another dtype or device than these, else ValueError for a sparse gradient."""
     if parameter.dtype != dtype or parameter.device != device:
@@ -175,6 +184,27 @@ def refuse_used(name: str) -> NoReturn:
     raise RuntimeError(
         f"the gradient of {name} is still that of the last step, and what was averaged or has left cannot be added to: "
         "call zero_grad() between two steps, or use stage 0, where gradients add up"
+    )
+
+
+def refuse_second_backward(name: str, *, late: bool) -> NoReturn:
+    """Raise RuntimeError for a gradient that came when those of the step had left, with it or, if `late`, without."""
+    if late:
+        raise RuntimeError(
+            f"{name} got its gradient in a backward() of its own, after the step's gradients had left without it, as "
+            "in the step before. Put every backward() but the last inside `with no_sync():`"
+        )
+    raise RuntimeError(
+        f"a second backward() before step() reached {name} whose gradient has left already. To accumulate gradients, "
+        "put every backward() but the last inside `with no_sync():`; to drop the first one, call zero_grad()"
+    )
+
+
+def refuse_late_no_sync() -> NoReturn:
+    """Raise RuntimeError where gradients may only add up, and have left."""
+    raise RuntimeError(
+        "no_sync() was entered between a synchronised backward() and its step(): the gradients have left already. Call "
+        "step() first, or put the earlier backward() inside no_sync() too"
     )
 
 

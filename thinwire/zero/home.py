@@ -238,6 +238,10 @@ class Home(ABC):
         """Forget gradients that have left since the last step."""
         self.watcher.drop()
 
+    def end_step(self) -> None:
+        """Forget the step, whatever has become of it."""
+        self.watcher.end_step()
+
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
         """Expect no gradient of these in the next synchronised backward. Collective."""
         self.watcher.leave_out(parameters, self.comm)

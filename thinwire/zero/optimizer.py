@@ -255,6 +255,7 @@ class _ElementwiseHome(ShardedHome):
     @override
     def step(self) -> StepResult:
         vote = self._begin_step()
+        self.watcher.turn.moving = True
         self._parameters.take_over_written()
         norm = vote.norm / self.loss_scale
         applied = vote.finite and len(vote.absent) < len(self.parameters)
@@ -278,7 +279,7 @@ class _ElementwiseHome(ShardedHome):
             self._parameters.move_and_publish(filled, move)
             if self._parameters.sharding.stage == 0 and self._comparisons.due(self.steps, True):
                 self._compare_replicas()
-        self._end_step()
+        self.end_step()
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if vote.finite else NOT_FINITE)
 
     def _compare_replicas(self) -> None:

@@ -104,6 +104,11 @@ class OwnSlices:
         return self._rank_tensors[key].cpu()
 
 
+NO_COPIES = (
+    "cannot be copied or pickled: it holds communicators, and its state may lie on all ranks. Save with state_dict() "
+    "on every rank, or with the engine's save_checkpoint()"
+)
+
 STATE_IS_ON_ALL_RANKS = (
     "its state lies on all ranks, and one rank's would not be enough to go on from. Save with the engine's "
     "save_checkpoint(), or take saved_slices() and counters() of every rank, and load() them"

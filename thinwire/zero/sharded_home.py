@@ -216,8 +216,8 @@ class ShardedHome(Home):
             self._vote = self._find_vote()
         return self._vote
 
-    def _end_step(self) -> None:
-        """Forget the step; the next backward begins another."""
+    @override
+    def end_step(self) -> None:
         self._end_vote()
         self.watcher.end_step()
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from threading import get_ident
 from typing import Any, Self, overload
 
 import torch
@@ -51,7 +51,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     def _move_in(self, home: Home, times_mean: float = 1.0) -> None:
         """Begin at step 0 in `home`; gradients are `times_mean` the mean over the ranks."""
         self._home = home
-        self._process = None if home.comm.size == 1 and not self.comes_and_goes else os.getpid()
+        self._turn, alone = home.watcher.turn, home.comm.size == 1 and not self.comes_and_goes
+        self._turn.alone, self._process = alone, None if alone else os.getpid()
         self._saved_name = self._saved_name or type(self).__name__
         self._times_mean, self.summed = times_mean, 1
         self.loss_scale = 1.0
@@ -136,6 +137,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._process not in (None, os.getpid()):
             raise fork_error(self._process)
+        if self._turn.thread or self._turn.cut_short:
+            self._turn.check("step()")
         if not self.in_training:
             raise RuntimeError("step() was called after eval(): call optimizer.train() first")
         if self.comes_and_goes and self.last_step is NOT_STEPPED:
@@ -149,23 +152,33 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         if self._home.superseded or held != self._held:
             refuse_other_parameters(type(self).__name__, self._home.superseded)
         self._take_scale()
-        self.last_step = self._home.step()
+        self._turn.thread, self._turn.call, self._turn.moving = get_ident(), "step()", False
+        try:
+            self.last_step = self._home.step()
+        except BaseException as error:
+            self._turn.fail(error)
+            raise
+        self._turn.thread, self._turn.moving = 0, False
         skipped = "NaN" in self.last_step.reason
         if self.last_step.applied or skipped:
             self.bytes_uncompressed += self._home.uncompressed_step_bytes
         self.skipped_steps += skipped
-        # With a loss scale overflows are how it is found: nothing to warn of.
-        if skipped and self.loss_scale == 1.0 and (self.steps_alone or self.comm.rank == 0):
-            which = f"step {self.steps} was skipped by rank {self.comm.rank} alone"
-            which = which if self.steps_alone else f"step {self.steps + 1} was skipped on every rank"
-            text = f"{which}: {self.last_step.reason}. Weights, momentum and residuals are as before the step"
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+        if skipped:
+            training_loops.warn_of_skipped(self, alone=self.steps_alone)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients. Between backward() and step() this drops the step: do it on every rank or none."""
-        self._home.drop()
-        super().zero_grad(set_to_none)
+        if self._turn.thread or self._turn.cut_short:
+            self._turn.check("zero_grad()")
+        cut_short, self._turn.thread, self._turn.call = self._turn.cut_short, get_ident(), "zero_grad()"
+        try:
+            self._home.drop() if not cut_short else self._home.end_step()
+            super().zero_grad(set_to_none)
+        except BaseException as error:
+            self._turn.fail(error)
+            raise
+        self._turn.thread, self._turn.cut_short = 0, ""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradient accumulation: backwards inside only add up; the first one outside sends the sum."""
@@ -235,17 +248,15 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         """Synchronise with the other ranks now, so that all hold the same weights: before a checkpoint of the model, or
         any change of weights. Collective, unless the ranks are in sync already: call it at the same step on every rank.
 
-        Where the algorithm takes local steps this is a sync between two steps: training goes on from there, not bit
-        for bit as without. Raises RuntimeError between backward() and step().
+        Training goes on from there; with local steps not bit for bit. Raises RuntimeError between backward and step.
         """
         self._home.synchronize_weights()
 
     def gather_during_forward(self, module: nn.Module) -> None:
         """Let `step` return while new weights are on their way, and wait for each when it is read.
 
-        Read through `module`'s attributes, `parameters()` or `state_dict()` they are always the new ones; before
-        reading parameters that were kept from before, `param_groups` among them, call `wait_for_weights`. Parameters
-        outside of `module` are there when `step` returns. Raises RuntimeError at a second call.
+        Read through `module`'s attributes, `parameters()` or `state_dict()` they are always the new ones; before any
+        that were kept are read, as in `param_groups`, call `wait_for_weights`. Raises RuntimeError at a second call.
         """
         self._home.gather_during_forward(module)
 
@@ -255,10 +266,9 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Release the communicators, on every rank; the optimizer cannot step afterwards. In a fork do nothing."""
-        if self._process not in (None, os.getpid()):
-            return
-        self._home.wait_for_weights()
-        self._home.close()
+        if self._process in (None, os.getpid()):
+            self._home.wait_for_weights()
+            self._home.close()
 
     # Checkpoints
 
@@ -277,6 +287,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     def counters(self) -> dict[str, Any]:
         """Settings and where the run is, as plain values: the same on every rank."""
+        if self._turn.thread or self._turn.cut_short:
+            self._turn.check("state_dict()")
         return {
             **saved_state.counters_of(self._saved_name, self.param_groups),
             **self._home.counters(),
@@ -348,10 +360,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         self.load(rank_state.rank_state_source(home.comm, home.kind, parameters, groups, state_dict, name))
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled: it holds communicators, and its state may lie on "
-            "all ranks. Save with state_dict() on every rank, or with the engine's save_checkpoint()"
-        )
+        raise TypeError(f"a {type(self).__name__} {saved_state.NO_COPIES}")
 
     # Parts
 
@@ -377,12 +386,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     def _take_scale(self) -> None:
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         self._home.scaled = grad_scale is not None
-        if grad_scale is None:
-            if getattr(self, "found_inf", None) is not None:
-                raise RuntimeError(
-                    "GradScaler.unscale_() was called on this optimizer, but its gradients left, scaled, during "
-                    "backward(): delete the call; step() unscales, and max_norm= clips. Under transformers' Trainer "
-                    "use thinwire.hugging_face.TrainerMixin"
-                )
-        else:
+        if grad_scale is not None:
             self.loss_scale = float(grad_scale)
+        elif getattr(self, "found_inf", None) is not None:
+            training_loops.refuse_unscaling()

@@ -1,10 +1,12 @@
 """Training loops of others: who wraps the model in DistributedDataParallel, which must not send gradients that are sent
-here, who knows that a backward only adds up, and who counts the steps of a worker that may join late.
+here, who knows that a backward only adds up, and who counts the steps of a worker that may join late; and which thread
+may call, and when, after one was cut short.
 
 No `from __future__ import annotations`: DDP inspects a hook's annotations, which must be the types themselves.
 """
 
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -18,6 +20,65 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 _TRAINERS = ("transformers.trainer", "lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
+
+
+class Turn:
+    """The one thread that is in a backward or a call of an optimizer, and whether the last was cut short.
+
+    `thread`: 0 if none is. `call`: what it is in. `backward`: a reference to what torch calls at the end of a backward,
+    dead once that has ended, in whatever way. `moving`: weights are. `cut_short`: what was, by an error that no check
+    raised, as Ctrl+C or a signal's handler does. `spoiled`: weights were moving then. `alone`: no other rank takes
+    part, so that a step may be dropped here alone.
+    """
+
+    thread = 0
+    call = cut_short = ""
+    backward: Callable[[], object] = staticmethod(lambda: None)
+    moving = spoiled = False
+    alone = False
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward has begun and not ended."""
+        return self.call == "backward()" and self.backward() is not None
+
+    def check(self, call: str) -> None:
+        """Raise RuntimeError if another thread is at work, or `call` cannot go on from what was cut short.
+
+        `zero_grad()` drops a backward that has failed; what only reads may follow it.
+        """
+        goes_on = call in ("step()", "backward()")
+        if self.thread not in (0, threading.get_ident()) and (self.call != "backward()" or self.in_backward):
+            names = {one.ident: one.name for one in threading.enumerate()}
+            if call == "backward()":  # it has added to gradients of the other
+                self.cut_short = f"{self.call} beside a backward() in another thread"
+            raise RuntimeError(
+                f"{call} in thread {threading.current_thread().name!r} while thread {names.get(self.thread)!r} is in "
+                f"{self.call} of the same optimizer: call backward(), step() and zero_grad() in one thread, or one "
+                "after the other"
+            )
+        if self.spoiled:
+            raise RuntimeError(
+                f"{self.cut_short} was cut short while weights were moving, so that only some have: build model and "
+                "optimizer anew and load a checkpoint, on every rank"
+            )
+        if self.cut_short and not self.alone and call != "state_dict()":
+            raise RuntimeError(
+                f"{self.cut_short} was cut short on this rank, which has lost step with the others: end the job on "
+                "every rank, and resume it from a checkpoint"
+            )
+        if goes_on and (self.cut_short or (self.thread and self.call == "backward()" and not self.in_backward)):
+            what = self.cut_short or "the last backward()"
+            raise RuntimeError(f"{what} did not come to its end: drop what it has left with zero_grad() first")
+
+    def fail(self, error: BaseException) -> None:
+        """End a call, or a backward, by an error."""
+        if self.call != "backward()":  # whose end `backward` tells
+            self.thread = 0
+        if self.moving or not isinstance(error, (ValueError, TypeError, RuntimeError)):
+            self.cut_short = self.cut_short or self.call
+            self.spoiled |= self.moving
+        self.moving = False
 
 
 def refuse_late_workers(trainer: str) -> None:
@@ -37,6 +98,15 @@ def refuse_trainers() -> None:
         if issubclass(caller, kinds):
             refuse_late_workers(caller.__name__)
         frame = frame.f_back
+
+
+def refuse_unscaling() -> None:
+    """Raise RuntimeError: a GradScaler has unscaled gradients that have left."""
+    raise RuntimeError(
+        "GradScaler.unscale_() was called on this optimizer, but its gradients left, scaled, during backward(): delete "
+        "the call; step() unscales, and max_norm= clips. Under transformers' Trainer use "
+        "thinwire.hugging_face.TrainerMixin"
+    )
 
 
 def find_accumulation() -> Callable[[], bool] | None:
@@ -91,6 +161,16 @@ def warn_of_ddp(optimizer: str, sent_twice: int, error: Exception) -> None:
         RuntimeWarning,
         stacklevel=3,
     )
+
+
+def warn_of_skipped(optimizer: Any, *, alone: bool) -> None:
+    """Warn of the step that an optimizer has skipped: on rank 0, or where this rank `alone` has."""
+    # With a loss scale overflows are how it is found: nothing to warn of.
+    if optimizer.loss_scale == 1.0 and (alone or optimizer.comm.rank == 0):
+        by_this = f"step {optimizer.steps} was skipped by rank {optimizer.comm.rank} alone"
+        which = by_this if alone else f"step {optimizer.steps + 1} was skipped on every rank"
+        text = f"{which}: {optimizer.last_step.reason}. Weights, momentum and residuals are as before the step"
+        warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 def leave_gradients_alone(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -48,6 +48,7 @@ class LocalHome(Home):
         self.comm = comm
         self.worker = worker
         self.watcher = worker.watcher
+        self.turn = self.watcher.turn
         self.parameters, self.names = worker.parameters, list(names)
         self.outer_settings = outer
         self.fragments = fragments
@@ -298,6 +299,8 @@ class LocalHome(Home):
     def _on_gradient(self, number: int) -> None:
         """During backwards: go on with what is in flight, where that does not mean to wait."""
         del number
+        if self.turn.thread or self.turn.cut_short:
+            self.turn.check("backward()")
         if self._before_first is not None:
             callback, self._before_first = self._before_first, None
             callback()

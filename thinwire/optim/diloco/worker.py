@@ -13,6 +13,7 @@ from thinwire.comm import Communicator
 from thinwire.optim.home import check_in_sync
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero.backward import BackwardWatcher, GradientHook
+from thinwire.zero.gradient_seal import replace_hook
 from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, ParameterState, StepResult, find_state, whole_values
 
 # What a key says of a value besides its kind: a plain number, or where in the parameter a slice begins.
@@ -85,7 +86,7 @@ class Worker:
         """Call this, a method, now and then during backwards, and before the first gradient is taken."""
         for number, parameter in enumerate(self.parameters):
             if parameter.requires_grad:
-                GradientHook(callback, number).register(parameter)
+                replace_hook(parameter, GradientHook(callback, number))
 
     def saved(self, names: Sequence[str]) -> dict[tuple[str, str], Tensor]:
         """The inner optimizer's state by kind and name; the parameters called `names`."""
@@ -152,6 +153,7 @@ class NodeWorker(Worker):
     def step(self, loss_scale: float, overflows: bool) -> StepResult:
         self.optimizer._home.loss_scale = loss_scale  # DiLoCo counts with what is inside
         self.optimizer._home.superseded = False  # by the optimizer around it, whose steps its own are
+        self.watcher.turn.thread = 0
         self.optimizer.step()
         return self.optimizer.last_step
 

@@ -103,6 +103,7 @@ class ReplicatedHome(AlgorithmHome):
             ranks = list(backward.overflowing)
             where = f"on ranks {ranks}" if ranks else "after averaging, on no rank before"
             return StepResult(False, math.inf, f"a gradient was NaN or infinite {where}")
+        self.watcher.turn.moving = True
         for group in self.groups:
             for bucket in group.buckets if group.send is Send.EXACT else ():
                 bucket.receive()
@@ -128,6 +129,10 @@ class ReplicatedHome(AlgorithmHome):
             rank_checks.broadcast_from_rank_0(self.comm, [self._table.weight(index) for index in indices])
             for index in indices:
                 self._table.publish(index)
+
+    @override
+    def end_step(self) -> None:
+        self._synchronizer.end_step()
 
     @override
     def drop(self) -> None:

@@ -99,6 +99,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         local = group.send is Send.LOCAL
         applied = local or (vote.finite and len(vote.absent) < len(self.parameters))
         if applied:
+            self.watcher.turn.moving = True
             for bucket in group.buckets if group.send is Send.EXACT else ():
                 bucket.receive()
             if self._sketch is not None:
@@ -107,7 +108,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
             group.update(vote.absent, step.loss_scale, float(step.clip))
             self._storage.end_step(send)
         norm = step.norm / step.loss_scale if vote.finite else math.inf
-        self._end_step()
+        self.end_step()
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if vote.finite else NOT_FINITE)
 
     def _find_clip(self) -> None:
@@ -155,8 +156,8 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         return vote
 
     @override
-    def _end_step(self) -> None:
-        super()._end_step()
+    def end_step(self) -> None:
+        super().end_step()
         self._prepare()
         # A GradScaler has to see them, and may change its scale: then they are sent again.
         self.in_flight.frees_gradients = self.scaled is False
