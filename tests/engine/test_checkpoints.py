@@ -285,6 +285,7 @@ WRONG = [
     (("shared", "optimizer", "groups", 0, "betas"), "x"),
     (("shared", "optimizer", "freeze_groups", 0, "steps"), None),
     (("shared", "optimizer", "freeze_groups", 0, "buckets"), [["stranger"]]),
+    (("shared", "optimizer", "freeze_groups", 0, "frozen_at"), 1),  # of which state nothing was saved
     (("shared", "schedule", "state"), "x"),
     (("shared", "schedule", "state", "last_epoch"), {"a": 1}),
     (("shared", "client_state"), [None]),
@@ -301,6 +302,7 @@ def test_a_sealed_manifest_of_other_types_is_passed_over(tmp_path) -> None:
             train(engine, [step])
             engine.save_checkpoint(tmp_path, tag)
         whole = (tmp_path / "newer" / "manifest.json").read_bytes()
+        train(engine, [2])  # to other weights than those that were saved
         before = engine.module.mix.weight.clone()
         for keys, value in WRONG:
             comm.barrier()
@@ -340,6 +342,7 @@ def test_what_lies_under_another_name_is_refused_before_anything_moves(tmp_path,
     places = {one["kind"]: ("slices", number, "kind") for number, one in enumerate(file["slices"])}
     named = {name: (table, name) for table in ("rank_tensors", "buffers") for name in file[table]}
     for what, place in (places | named).items():
+        train(engine, [4])  # to other weights than those that were saved
         before = weights(engine.module)
         if place[0] == "slices":
             change(path.parent, "files", 0, *place, to="other")
