@@ -320,6 +320,20 @@ def test_stage_3_needs_every_model_file(tmp_path) -> None:
     refused(CheckpointError, "model files of 2 ranks and optimizer files of 3", imported, tmp_path / "in")
 
 
+def test_stage_3_has_one_dtype_of_a_parameter(tmp_path) -> None:
+    """Nothing but the dtype is taken from its placeholder."""
+    path = write_sharded(tmp_path / "in", make_trained(0), 3, 2, torch.bfloat16)
+    name = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    for dtype, message in (
+        (torch.float32, "has up.bias in torch.bfloat16, .* in torch.float32"),
+        (torch.int64, "int64"),
+    ):
+        change(path, name, lambda it, dtype=dtype: it["module"].update({"up.bias": torch.empty(0, dtype=dtype)}))
+        refused(CheckpointError, message, imported, tmp_path / "in")
+    change(path, name.replace("rank_0", "rank_1", 1), lambda it: it["module"].update({"up.bias": torch.tensor([3])}))
+    refused(CheckpointError, "up.bias, which was trained, in whole numbers", imported, tmp_path / "in")
+
+
 @pytest.mark.parametrize(
     ("version", "dtype", "value", "refused"),
     [

@@ -176,6 +176,10 @@ class ModelFiles:
                     f"{first.path} has {alias} as another name of {name} in shared_params, which is no parameter of "
                     "its own, or has other values"
                 )
+        for file in files[1:]:
+            for name, one in file.module.items():
+                if name in names and one.dtype != names[name].dtype:
+                    raise CheckpointError(f"{file.path} has {name} in {one.dtype}, {first.path} in {names[name].dtype}")
         buffers = {name: one for name, one in names.items() if name in named_buffers}
         module = {name: one for name, one in kept.items() if name not in tied}
         model = cls(files, module, buffers, tied, first.param_shapes, sharded)
@@ -206,6 +210,8 @@ class ModelFiles:
         for group in self.groups or ():
             if name in group:
                 shape = group[name]
+                if not self.module[name].is_floating_point():
+                    raise CheckpointError(f"{self.files[0].path} has {name}, which was trained, in whole numbers")
                 if not self.sharded and shape != tuple(self.module[name].shape):
                     raise CheckpointError(
                         f"{self.files[0].path} has {name} in the shapes {shape} and {tuple(self.module[name].shape)}"
