@@ -99,8 +99,8 @@ class BackwardWatcher:
         self.use([], keeps_gradients=True)
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Take charge of the gradients of further parameters from the next backward on, and of earlier ones that require
-        gradients by now."""
+        """Take charge of the gradients of further parameters from the next backward on, and of earlier ones that by now
+        require gradients."""
         for parameter in parameters:
             self._unhooked.append(len(self.parameters))
             self.parameters.append(parameter)
