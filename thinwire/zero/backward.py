@@ -338,6 +338,8 @@ class BackwardWatcher:
     def _take(self, number: int) -> None:
         parameter = self.parameters[number]
         index, slot = self._places[number]
+        if parameter.grad is None:
+            gradient_seal.refuse_dropped_gradient(self._describe(number))
         self._transports[index].take(slot, parameter)
         if parameter.grad is None:
             sent = self._sent_gradients.get(number)

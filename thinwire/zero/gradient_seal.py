@@ -200,6 +200,14 @@ def refuse_second_backward(name: str, *, late: bool) -> NoReturn:
     )
 
 
+def refuse_dropped_gradient(name: str) -> NoReturn:
+    """Raise RuntimeError for a gradient that went between its backward and its bucket."""
+    raise RuntimeError(
+        f"the gradient of {name} was dropped while backward() was bringing it: another thread, or a hook, has set "
+        ".grad to None. Train in one thread, and zero gradients before backward() or after step()"
+    )
+
+
 def refuse_late_no_sync() -> NoReturn:
     """Raise RuntimeError where gradients may only add up, and have left."""
     raise RuntimeError(
