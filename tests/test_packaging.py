@@ -1,4 +1,4 @@
-"""What a user installs: a pure-Python wheel with the CUDA sources inside; optimizers need torch and numpy only."""
+"""What a user installs: a pure-Python wheel with the CUDA sources inside; optimizers need torch, numpy and pydantic only."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ import thinwire
 thinwire.OneBitAdam, thinwire.OneBitLamb, thinwire.ZeroOneAdam, thinwire.ShardedOptimizer
 thinwire.comm.init, thinwire.compress.ddp_hook
 new = {name.split(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
+new -= {name for name in new if name.startswith("_sysconfigdata")}  # the standard library's too, by platform
 print(sorted(new))
 """
 
@@ -44,9 +45,10 @@ print(optimizer.frozen, [str(one.message) for one in caught if "numba" in str(on
 """
 
 
-def test_an_optimizer_needs_only_torch_and_numpy() -> None:
+def test_an_optimizer_needs_only_torch_numpy_and_pydantic() -> None:
     imported = eval(run(OPTIMIZERS))
-    assert set(imported) <= {"thinwire", "torch", "numpy"}
+    pydantic = {"pydantic", "pydantic_core", "annotated_types", "typing_inspection"}
+    assert set(imported) <= {"thinwire", "torch", "numpy"} | pydantic
 
 
 def test_without_numba_the_reference_serves_and_says_so_once() -> None:

@@ -289,7 +289,8 @@ class _State(BucketParameterState):
 
     @override
     def gradients_rewritten(self, bucket: int) -> None:
-        self._group.buckets[bucket].rewritten = True
+        if not self._group.storage.gradients:  # whose votes look at the averages in any case
+            self._group.buckets[bucket].rewritten = True
 
     @override
     def check_may_write_state(self, kind: str) -> None:
