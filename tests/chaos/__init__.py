@@ -33,6 +33,7 @@ HARNESSES = {
     "drift": Harness("training.drift", 5000, 25),
     "kills": Harness("kills.run", 40, 0),
     "launched": Harness("launched.run", 40, 0),
+    "edits": Harness("edits.run", 2000, 25),
     "threads": Harness("turns.threads", 150, 0),
     "interrupts": Harness("turns.interrupts", 220, 6),
     "forks": Harness("forks.run", 70, 0),

@@ -49,7 +49,12 @@ def swap_by_numpy(gradient: Tensor) -> None:
     values[[0, 1]] = values[[1, 0]]
 
 
+def replace_data(gradient: Tensor) -> None:
+    gradient.data = torch.ones(gradient.shape)
+
+
 EDITS = {
+    "data replaced": replace_data,
     "zero_": lambda gradient: gradient.zero_(),
     "data.zero_": lambda gradient: gradient.data.zero_(),
     "_foreach_zero_": lambda gradient: torch._foreach_zero_([gradient]),
@@ -68,7 +73,10 @@ def test_an_edit_after_backward_takes_effect_or_is_refused(
     model, optimizer = begun(comm, kind, stage, frozen)
     before = model[0].weight.detach().clone()
     loss_of(model, comm.rank, 50).backward()
-    if (kind, stage) == ("sharded", 0):  # averages are shown, as DistributedDataParallel shows them
+    if (kind, stage) == (
+        "sharded",
+        0,
+    ) and edit is not replace_data:  # averages are shown, as DistributedDataParallel shows them
         edit(model[0].weight.grad)
         given = model[0].weight.grad.clone()
         optimizer.step()
@@ -83,7 +91,30 @@ def test_an_edit_after_backward_takes_effect_or_is_refused(
         edit_and_step()
 
 
-@pytest.mark.parametrize("how", ["assigned in a hook", "written in a hook", "at the end of backward"])
+@on_threads(2)
+def test_the_norm_that_is_clipped_is_that_of_averages_as_they_were_edited(comm: Communicator) -> None:
+    model = make_model()
+    before = weights(model)
+    optimizer = build(comm, model, "sharded", 0, max_norm=0.5)
+    loss_of(model, comm.rank, 50).backward()
+    for parameter in model.parameters():
+        parameter.grad.fill_(100.0)
+    optimizer.step()
+    assert optimizer.last_step.grad_norm == pytest.approx(100.0 * len(before) ** 0.5)
+    assert float((weights(model) - before).norm()) == pytest.approx(0.1 * 0.5, rel=1e-3)
+
+
+IN_A_HOOK = {
+    "assigned": lambda parameter: setattr(parameter, "grad", torch.zeros_like(parameter)),
+    "assigned a product": lambda parameter: setattr(parameter, "grad", parameter.grad * 2.0),
+    "written": lambda parameter: parameter.grad.mul_(2.0),
+    "dropped": lambda parameter: setattr(parameter, "grad", None),
+    "_foreach_zero_": lambda parameter: torch._foreach_zero_([parameter.grad]),
+    "_foreach_mul_": lambda parameter: torch._foreach_mul_([parameter.grad], 2.0),
+}
+
+
+@pytest.mark.parametrize("how", [*IN_A_HOOK, "at the end of backward"])
 @every_case
 @on_threads(2)
 def test_an_edit_within_backward_behind_the_optimizers_hook_is_refused(
@@ -94,10 +125,9 @@ def test_an_edit_within_backward_behind_the_optimizers_hook_is_refused(
     queue = torch.autograd.Variable._execution_engine.queue_callback
 
     def edit(parameter: Tensor) -> None:
-        if how == "assigned in a hook":
-            parameter.grad = torch.zeros_like(parameter)
-        elif how == "written in a hook":
-            parameter.grad.mul_(2.0)
+        if how in IN_A_HOOK:
+            with torch.no_grad():
+                IN_A_HOOK[how](parameter)
         else:
             queue(lambda: parameter.grad.mul_(2.0))
 

@@ -292,7 +292,7 @@ class BackwardWatcher:
         try:
             for number, held in self.arrived.items() if self._sending and not self.seal.written_back else ():
                 gradient = self.parameters[number].grad
-                if held is not None and (gradient is None or gradient is not held[0] or gradient._version != held[1]):
+                if gradient is None or (held and (gradient is not held[0] or gradient._version != held[1])):
                     self.seal.refuse(number)
             known = self.arrived.keys() | self.usually_absent | self._left_out
             if self._sending and (

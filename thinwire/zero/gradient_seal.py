@@ -5,7 +5,7 @@ Whether a gradient was written to its version tells, a number that torch counts,
 A write of the values that are there already is no edit, as `clip_grad_norm_` makes to measure a norm, and one through
 `.data` or numpy leaves no version: so gradients, on an accelerator only those written to, are compared with a sample of
 the values that left, all of a small one and up to 64 evenly spaced of a larger one. An edit of a few elements of a
-large gradient can pass unseen.
+large gradient can pass unseen, and so can one without a version that is made within the backward.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Seal:
         """Let the values of these be known from the next `take` on, but of those that were edited meanwhile."""
         self._averaging.difference_update(set(numbers).difference(self._edited()))
 
-    def check(self, *, may_write: bool = False) -> None:
-        """Raise RuntimeError if a `.grad` was changed, or dropped, after it had been taken.
+    def check(self, *, may_write: bool = False) -> bool:
+        """Raise RuntimeError if a `.grad` was changed, or dropped, after it had been taken; say if one was written to.
 
         With `may_write` only if it was replaced or dropped: what is written into it takes effect.
 
@@ -89,7 +89,7 @@ class Seal:
         for number in edited:
             gradient = self._parameters[number].grad
             replaced = gradient is not self.taken[number][0] or type(gradient) is SentGradient
-            if may_write and replaced:
+            if may_write and (replaced or gradient is None or gradient.data_ptr() != self.taken[number][2]):
                 self.refuse(number)
             # Of one that was not sampled, as in a capture, it is not known what it was.
             if may_write or not (replaced or number in self._values or number in self._averaging):
@@ -111,6 +111,7 @@ class Seal:
             if not torch.equal(one.view(bits), other.view(bits)):
                 same = torch.split(one.view(bits) == other.view(bits), [len(sample) for sample in now.values()])
                 self.refuse(next(number for number, here in zip(now, same, strict=True) if not here.all()))
+        return bool(edited)
 
     def _edited(self) -> list[int]:
         """The numbers of those whose `.grad` was written to, or replaced, since it was taken."""
@@ -260,19 +261,31 @@ class SentGradient(Tensor):
             "Trainer use thinwire.hugging_face.TrainerMixin"
         )
 
+    @property
+    def data(self) -> Tensor:
+        """As of every tensor; it may be set where a model is moved after the step."""
+        found: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return found
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if not self.spent:
+            self._refuse()
+        Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
+
     share_memory_ = __dlpack__ = _refuse  # there is no memory, for which both would ask in C++
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         within_backward = torch._C._current_graph_task_id() != -1
         gradients = [one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if type(one) is SentGradient]
-        if func in _ZEROES and not within_backward:
-            for one in gradients:
-                one.written = True
+        for one in gradients if func in _ZEROES else ():
+            if within_backward and not one.spent:
+                one._refuse()
+            one.written = True
         if func in _HARMLESS or func in _ZEROES:
             return args[0] if func._schema.returns else None
-        if within_backward:
-            # Within a backward DDP copies gradients into its buckets, and back: there is nothing to copy.
+        if within_backward and func in _COPIES:
             target = (kwargs or {}).get("out", args[0])
             return target if isinstance(target, SentGradient) else target.zero_()
         if func is torch.ops.aten._to_copy.default and gradients[0].spent:
@@ -286,6 +299,8 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return None if isinstance(parameter.grad, SentGradient) else parameter.grad
 
 
+# Within a backward DDP copies gradients into its buckets, and back: there is nothing to copy.
+_COPIES = {torch.ops.aten.copy_.default, torch.ops.aten.mul.out}
 _ZEROES = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}
 _HARMLESS = {
     torch.ops.aten.detach.default,

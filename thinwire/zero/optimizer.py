@@ -294,6 +294,20 @@ class _ElementwiseHome(ShardedHome):
         return self._vote_on_averages(self.gradients)
 
     @override
+    def _vote_on_edited(self) -> Vote:
+        """As of averages, but without a message: a rank may edit its own alone, as behind DistributedDataParallel."""
+        assert self._vote is not None, "averages are shown once the ranks have voted"
+        whole = [one.average.view(self.comm.size, -1) for one in self.gradients if one.filled]
+        square = 0.0
+        for rank in range(self.comm.size):
+            norms = [torch.linalg.vector_norm(one[rank], dtype=torch.float32) for one in whole]
+            square += float(
+                torch.stack([*norms, torch.zeros((), device=self._parameters.device)]).double().square().sum()
+            )
+        norm = math.sqrt(square) if square >= 0 else math.nan
+        return Vote(math.isfinite(norm), norm, self._vote.absent)
+
+    @override
     def parameter_state(self) -> ParameterState:
         return _ElementwiseState(self)
 
