@@ -1,4 +1,4 @@
-"""What a user installs: a pure-Python wheel with the CUDA sources inside; optimizers need torch, numpy and pydantic only."""
+"""What a user installs: a pure-Python wheel with the CUDA sources inside. Optimizers need torch, numpy and pydantic."""
 
 from __future__ import annotations
 

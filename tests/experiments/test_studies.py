@@ -123,8 +123,10 @@ def test_text_classification_writes_numbers_and_picture(
     shopping, counting = write_text(tmp_path / "shopping.txt", 40), tmp_path / "counting.txt"
     counting.write_text("".join(f"{number} and {number + 1} are {2 * number + 1}\n" for number in range(60)))
     monkeypatch.setattr(sweep, "_MOST_BEYOND", 0)
-    short = "--rates 1e-3 2e-3 --steps 5 --freeze-step 2 --seeds 2 --model tiny --batch-size 4 --length 5 --vocab-size 200"
-    options = text_classification.parse(f"--corpus {shopping} {counting} {short} --output {tmp_path}".split())
+    short = "--rates 1e-3 2e-3 --steps 5 --freeze-step 2 --seeds 2 --model tiny"
+    options = text_classification.parse(
+        f"--corpus {shopping} {counting} {short} --batch-size 4 --length 5 --vocab-size 200 --output {tmp_path}".split()
+    )
     text_classification.study(threads.single(60.0), options)
     found = written(tmp_path, "text_classification")
     assert found["settings"]["classes"] == ["shopping", "counting"]
