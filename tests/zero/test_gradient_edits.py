@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -73,10 +74,7 @@ def test_an_edit_after_backward_takes_effect_or_is_refused(
     model, optimizer = begun(comm, kind, stage, frozen)
     before = model[0].weight.detach().clone()
     loss_of(model, comm.rank, 50).backward()
-    if (kind, stage) == (
-        "sharded",
-        0,
-    ) and edit is not replace_data:  # averages are shown, as DistributedDataParallel shows them
+    if (kind, stage) == ("sharded", 0) and edit is not replace_data:  # averages are shown, as DDP shows them
         edit(model[0].weight.grad)
         given = model[0].weight.grad.clone()
         optimizer.step()
@@ -102,6 +100,14 @@ def test_the_norm_that_is_clipped_is_that_of_averages_as_they_were_edited(comm: 
     optimizer.step()
     assert optimizer.last_step.grad_norm == pytest.approx(100.0 * len(before) ** 0.5)
     assert float((weights(model) - before).norm()) == pytest.approx(0.1 * 0.5, rel=1e-3)
+
+
+@on_threads(1)
+def test_a_gradient_that_another_thread_drops_within_backward_is_named(comm: Communicator) -> None:
+    model, optimizer = begun(comm, "1-bit", 0, False)
+    optimizer._home.watcher.before_first = model.zero_grad  # between the gradient's hook and its bucket
+    with pytest.raises(RuntimeError, match=r"parameter 5 .* was dropped while backward\(\) was bringing it"):
+        loss_of(model, comm.rank, 50).backward()
 
 
 IN_A_HOOK = {
@@ -208,12 +214,13 @@ def test_a_second_step_takes_the_gradients_again_or_is_refused(
     assert not torch.equal(weights(model), before)
 
 
+@pytest.mark.parametrize("skipped", [False, True])
 @pytest.mark.parametrize("reversible", [True, None])
 @pytest.mark.parametrize(
     ("kind", "stage"), [("OneBitAdam", 1), ("OneBitAdam", 2), ("OneBitLamb", 1), ("OneBitLion", 1)]
 )
-def test_a_frozen_backward_that_is_thrown_away_leaves_residuals_alone_or_says_that_they_restart(
-    kind: str, stage: int, reversible: bool | None
+def test_a_frozen_backward_that_is_thrown_away_or_skipped_leaves_residuals_alone_or_says_that_they_restart(
+    kind: str, stage: int, reversible: bool | None, skipped: bool
 ) -> None:
     restarts = reversible is None and kind in ("OneBitAdam", "OneBitLamb")
     given = {"reversible": reversible} if kind in ("OneBitAdam", "OneBitLamb") else {}
@@ -229,12 +236,16 @@ def test_a_frozen_backward_that_is_thrown_away_leaves_residuals_alone_or_says_th
             optimizer.zero_grad()
         before = {name: one.clone() for name, one in optimizer.rank_tensors().items() if "residual" in name}
         assert any(one.any() for one in before.values())
-        loss_of(model, comm.rank, 50).backward()
+        (loss_of(model, comm.rank, 50) * (math.inf if skipped else 1.0)).backward()
+        if skipped:
+            optimizer.step()
+            assert ("begin again" in optimizer.last_step.reason) == restarts
         optimizer.zero_grad()
         for name, one in before.items():
             assert torch.equal(optimizer.rank_tensors()[name], torch.zeros_like(one) if restarts else one)
 
-    with pytest.warns(RuntimeWarning, match="thrown away.*reversible=True") if restarts else nullcontext():
+    text = "begin again from zero.*reversible=True" if restarts else "was skipped"
+    with pytest.warns(RuntimeWarning, match=text) if restarts or skipped else nullcontext():
         threads.run(body, 2)
 
 

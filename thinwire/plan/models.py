@@ -364,8 +364,8 @@ def _described(name: str, path: Path) -> Transformer:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        if path.stat().st_size > _LARGEST_CONFIGURATION:
-            raise PlanError(f"{path} is no configuration of a model: it is larger than 1 MiB")
+        if path.stat().st_size > _LARGEST_CONFIGURATION or not path.is_file():
+            raise PlanError(f"{path} is no configuration of a model: it is no regular file, or larger than 1 MiB")
         found = json.loads(path.read_bytes())
     except OSError as error:
         raise PlanError(f"the configuration {path} cannot be read: {error.strerror or error}") from error

@@ -312,8 +312,9 @@ class BackwardWatcher:
         parameter, place = self.parameters[number], self._places.get(number)
         if self.seal.used:
             self.seal.refuse_used(number, writes=1)
-        strided = parameter.grad is None or parameter.grad.layout is torch.strided
-        if not strided or (parameter.dtype, parameter.device) != self._kinds[number]:
+        if (gradient := parameter.grad) is None:
+            gradient_seal.refuse_dropped_gradient(self._describe(number))
+        if gradient.layout is not torch.strided or (parameter.dtype, parameter.device) != self._kinds[number]:
             gradient_seal.refuse_kind(parameter, *self._kinds[number], self._describe(number))
         if not sends:
             self._arrived_in_step.add(number)
@@ -323,9 +324,10 @@ class BackwardWatcher:
         if number in self._left_out:
             check_left_out(parameter, self._describe(number))
             return
-        if self._finished if number not in self.arrived else self._keeps_gradients:
-            gradient_seal.refuse_second_backward(self._describe(number), late=number not in self.arrived)
-        if number in self.arrived:
+        first = number not in self.arrived
+        if self._finished if first else self._keeps_gradients:
+            gradient_seal.refuse_second_backward(self._describe(number), late=first)
+        if not first:
             self.end_backward()
         self._arrived_in_step.add(number)
         self.arrived[number] = None
@@ -338,8 +340,6 @@ class BackwardWatcher:
     def _take(self, number: int) -> None:
         parameter = self.parameters[number]
         index, slot = self._places[number]
-        if parameter.grad is None:
-            gradient_seal.refuse_dropped_gradient(self._describe(number))
         self._transports[index].take(slot, parameter)
         if parameter.grad is None:
             sent = self._sent_gradients.get(number)

@@ -169,7 +169,7 @@ def warn_of_skipped(optimizer: Any, *, alone: bool) -> None:
     if optimizer.loss_scale == 1.0 and (alone or optimizer.comm.rank == 0):
         by_this = f"step {optimizer.steps} was skipped by rank {optimizer.comm.rank} alone"
         which = by_this if alone else f"step {optimizer.steps + 1} was skipped on every rank"
-        text = f"{which}: {optimizer.last_step.reason}. Weights, momentum and residuals are as before the step"
+        text = f"{which}: {optimizer.last_step.reason}. Weights and momentum are as before the step"
         warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 

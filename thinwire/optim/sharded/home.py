@@ -36,6 +36,8 @@ from thinwire.zero.sharded_home import (
     own_fragments,
 )
 
+_RESTARTS = ", and residuals of error feedback begin again from zero (reversible=True keeps them)"
+
 
 class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
     """An algorithm's parameters, all of which entered together, at ZeRO stages 1 and 2."""
@@ -109,7 +111,10 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
             self._storage.end_step(send)
         norm = step.norm / step.loss_scale if vote.finite else math.inf
         self.end_step()
-        return StepResult(applied, norm, "" if applied else NO_GRADIENTS if vote.finite else NOT_FINITE)
+        reason = ""
+        if not applied:
+            reason = NO_GRADIENTS if vote.finite else NOT_FINITE + _RESTARTS * self._forgets_residuals
+        return StepResult(applied, norm, reason)
 
     def _find_clip(self) -> None:
         """The clip of steps in which averaged gradients are there, or only this rank's own."""
@@ -164,22 +169,25 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
 
     @override
     def drop(self) -> None:
-        if self.watcher.arrived and self.groups[0].send is Send.COMPRESSED and self.comm.rank == 0:
-            self._warn_of_lost_residuals()
-        super().drop()
-        if self._sketch is not None:
-            self._sketch.begin(self.steps)
-
-    def _warn_of_lost_residuals(self) -> None:
-        exchanges = [bucket.compressed for bucket in self.groups[0].buckets]
-        if not all(isinstance(one, LowMemoryExchange) and one.reversible for one in exchanges):
+        if self.watcher.arrived and self.comm.rank == 0 and self._forgets_residuals:
             warnings.warn(
                 "a compressed backward() is thrown away, by zero_grad() without a step() or by a load: the residuals "
                 "of error feedback have taken its gradients up, and begin again from zero. reversible=True keeps those "
                 "of before, in a second copy of 2 bytes an element, or 4 in fp32",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
+        super().drop()
+        if self._sketch is not None:
+            self._sketch.begin(self.steps)
+
+    @property
+    def _forgets_residuals(self) -> bool:
+        """Whether residuals begin again from zero if what is sent now is not applied."""
+        if self.groups[0].send is not Send.COMPRESSED:
+            return False
+        exchanges = (bucket.compressed for bucket in self.groups[0].buckets)
+        return not all(isinstance(one, LowMemoryExchange) and one.reversible for one in exchanges)
 
     @override
     def parameter_state(self) -> ParameterState:
