@@ -99,19 +99,21 @@ class Seal:
             if gradient.shape != self._parameters[number].shape or gradient.dtype != self._values[number][1].dtype:
                 self.refuse(number)
             now[number] = _some_of(gradient)
-        for number, (sample, held) in self._values.items() if not may_write else ():
+        for number, (sample, held) in self._values.items():
             if held.is_cpu and number not in now:
                 now[number] = _some_of(self.taken[number][0]) if sample is None else sample
         before = []
         for number in now:
             before.append(self._values[number][1])
-        if now:
+        written = bool(edited)
+        if now and not (may_write and written):
             one, other = torch.cat(list(now.values())), torch.cat(before)
             bits = _BITS[one.element_size()]  # a NaN is what it was
-            if not torch.equal(one.view(bits), other.view(bits)):
+            written = not torch.equal(one.view(bits), other.view(bits))
+            if written and not may_write:
                 same = torch.split(one.view(bits) == other.view(bits), [len(sample) for sample in now.values()])
                 self.refuse(next(number for number, here in zip(now, same, strict=True) if not here.all()))
-        return bool(edited)
+        return written
 
     def _edited(self) -> list[int]:
         """The numbers of those whose `.grad` was written to, or replaced, since it was taken."""
