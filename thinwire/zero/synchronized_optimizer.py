@@ -250,6 +250,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
         Training goes on from there; with local steps not bit for bit. Raises RuntimeError between backward and step.
         """
+        if self._process not in (None, os.getpid()):
+            raise fork_error(self._process)
         self._home.synchronize_weights()
 
     def gather_during_forward(self, module: nn.Module) -> None:
