@@ -20,8 +20,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = {
     "simd": 0,
     "comm": 1,
-    "zero": 2,
-    "compress": 3,
+    "compress": 2,
+    "zero": 3,
     "optim": 4,
     "plan": 5,
     "engine": 6,

@@ -24,7 +24,8 @@ from tests.optim.subject import LOCAL, SUBJECTS, alike
 from tests.optim.training import exchange_comm, loss_of, make_model, make_optimizer, train, weights
 from thinwire.comm import Communicator
 from thinwire.compress import Exchange, make_codec
-from thinwire.zero import ShardedOptimizer, shard_numel
+from thinwire.compress.packet_layout import shard_numel
+from thinwire.zero import ShardedOptimizer
 
 BLOCK = 64
 

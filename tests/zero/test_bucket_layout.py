@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refusing import refused
-from thinwire.zero import bucket_numel, partition, shard_numel, valid_in_shard
+from thinwire.compress.packet_layout import shard_numel, valid_in_shard
+from thinwire.zero import bucket_numel, partition
 from thinwire.zero.bucket_layout import partition_whole
 
 MODELS = given(

@@ -1,14 +1,18 @@
 """Agreements of all ranks: on one outcome, so that an error that only some of them can see is raised by every one and
-none goes on alone into a collective that the others never join; and on nodes, inside which sending is cheap."""
+none goes on alone into a collective that the others never join; on parameters and settings; and on nodes, inside
+which sending is cheap."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from thinwire.comm.communicator import Communicator
 
@@ -41,6 +45,72 @@ def on_every_rank(
         raise
     raise_together(comm, None, doing)
     return result
+
+
+def check_same_on_every_rank(
+    comm: Communicator,
+    parameters: Sequence[Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+) -> None:
+    """Raise ValueError on every rank, naming the first difference, unless all hold the same parameters and settings.
+
+    Learning rates are compared too, and which parameters of the groups are trained: ranks that step differently drift
+    apart without an error.
+    """
+    hyperparameters = [
+        {name: _comparable(value) for name, value in group.items() if name not in _NOT_COMPARED} for group in groups
+    ]
+    mine = {
+        "parameters": [[list(parameter.shape), str(parameter.dtype)] for parameter in parameters],
+        "groups": hyperparameters,
+        "settings": {**settings, "requires_grad": [one for group in groups for one in _trained(group)]},
+    }
+    raw = comm.all_gather_bytes(json.dumps(mine).encode(), "compare parameters and settings")
+    if all(other == raw[0] for other in raw):
+        return
+    descriptions = [json.loads(other) for other in raw]
+    rank = next(rank for rank, other in enumerate(raw) if other != raw[0])
+    difference = _first_difference(descriptions[0], descriptions[rank])
+    raise ValueError(
+        f"rank {rank} and rank 0 differ: {difference}. Every rank must have the same model and the same settings"
+    )
+
+
+def _trained(group: Mapping[str, Any]) -> list[bool]:
+    return [parameter.requires_grad for parameter in group.get("params", ())]
+
+
+_NOT_COMPARED = ("params", "param_names")
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if value.numel() == 1:
+            return float(value)
+        return [list(value.shape), hashlib.sha256(value.cpu().contiguous().numpy().tobytes()).hexdigest()]
+    return value if isinstance(value, int | float | str | list | tuple | None) else type(value).__name__
+
+
+def _first_difference(left: dict[str, Any], right: dict[str, Any]) -> str:
+    if len(left["parameters"]) != len(right["parameters"]):
+        return f"{len(right['parameters'])} parameters against {len(left['parameters'])} on rank 0"
+    pairs = zip(left["parameters"], right["parameters"], strict=True)
+    for index, (mine, other) in enumerate(pairs):
+        if mine != other:
+            return (
+                f"parameter {index} has shape {tuple(other[0])}, {other[1]}, against {tuple(mine[0])}, {mine[1]} on "
+                "rank 0"
+            )
+    for name in left["settings"]:
+        mine, other = left["settings"][name], right["settings"][name]
+        if isinstance(mine, list) and isinstance(other, list) and len(mine) == len(other):
+            for index, (of_left, of_right) in enumerate(zip(mine, other, strict=True)):
+                if of_left != of_right:
+                    return f"{name}[{index}] is {of_right!r} against {of_left!r} on rank 0"
+        if mine != other:
+            return f"{name} is {other!r} against {mine!r} on rank 0"
+    return f"parameter groups are {right['groups']} against {left['groups']} on rank 0"
 
 
 @dataclass(frozen=True)

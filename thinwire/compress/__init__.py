@@ -1,4 +1,4 @@
-"""Floor 3, what is sent: codecs and their kernels, packets, the two-leg exchange with error feedback, the DDP hook."""
+"""Floor 2, what is sent: codecs and their kernels, packets, the two-leg exchange with error feedback, the DDP hook."""
 
 from __future__ import annotations
 

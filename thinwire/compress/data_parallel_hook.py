@@ -2,30 +2,29 @@
 Error feedback on the gradients; the exchange of one bucket overlaps with the backward of the next."""
 
 import warnings
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 # DDP inspects a hook's annotations, so they must be the types themselves and not strings.
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from thinwire import comm as communication
-from thinwire.comm.agreement import on_every_rank
+from thinwire.comm.agreement import check_same_on_every_rank, on_every_rank
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.exchange import Exchange, bring_headers
 from thinwire.compress.kernels.loading import compiled_backend
-from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
-from thinwire.zero import shard_numel
-from thinwire.zero.rank_checks import check_same_on_every_rank
-from thinwire.zero.saved_state import Count, first_fault
+from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName, shard_numel
+
+_Count = Annotated[int, Field(ge=0)]
 
 
 class _SavedBucket(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
 
-    numel: Count
+    numel: _Count
     worker: Tensor
     owner: Tensor
 
@@ -34,11 +33,11 @@ class _SavedHook(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     codec: str
-    block_size: Count
-    rank: Count
-    ranks: Count
-    step: Count
-    buckets: dict[Count, _SavedBucket]
+    block_size: _Count
+    rank: _Count
+    ranks: _Count
+    step: _Count
+    buckets: dict[_Count, _SavedBucket]
 
 
 class CompressionState:
@@ -114,7 +113,9 @@ class CompressionState:
         try:
             saved = _SavedHook.model_validate(state)
         except ValidationError as error:
-            raise ValueError(f"the hook's state is not as it was saved: {first_fault(error)}") from None
+            first = error.errors(include_input=False, include_url=False)[0]
+            place = ".".join(map(repr, first["loc"]))[:200]
+            raise ValueError(f"the hook's state is not as it was saved: {place}: {first['msg']}") from None
         for name, mine in self._settings().items():
             if state[name] != mine:
                 raise ValueError(

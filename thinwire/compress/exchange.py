@@ -12,10 +12,17 @@ from torch import Tensor
 
 from thinwire.comm import Communicator, Work
 from thinwire.compress.codecs import Codec, cut_shard, least_part
-from thinwire.compress.packet import Flags, Header, Headers, PacketError, SettingsError, number_headers, write_headers
-from thinwire.compress.packet_layout import HEADER_BYTES
-from thinwire.zero import shard_numel, valid_in_shard
-from thinwire.zero.rank_checks import read_together
+from thinwire.compress.packet import (
+    Flags,
+    Header,
+    Headers,
+    PacketError,
+    SettingsError,
+    number_headers,
+    read_together,
+    write_headers,
+)
+from thinwire.compress.packet_layout import HEADER_BYTES, shard_numel, valid_in_shard
 
 Adjust = Callable[[Tensor, slice], None]
 """Changes a part of an owner's average, fp32, in place; the slice says which part of the shard it is."""

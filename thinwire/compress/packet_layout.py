@@ -79,3 +79,22 @@ def _check_block_size(block_size: int) -> None:
             f"block_size is {block_size}: it must be a multiple of {BLOCK_MULTIPLE} "
             f"from {BLOCK_MULTIPLE} to {MAX_BLOCK_SIZE}"
         )
+
+
+def shard_numel(numel: int, world_size: int, multiple: int) -> int:
+    """Elements in each of `world_size` equal shards that together hold `numel`, a whole number of `multiple`s.
+
+    At least one multiple, so that an empty bucket still has a shard to send.
+    """
+    if numel < 0 or world_size < 1 or multiple < 1:
+        raise ValueError(
+            f"shard_numel needs numel >= 0, world_size >= 1 and multiple >= 1, "
+            f"got numel={numel}, world_size={world_size}, multiple={multiple}"
+        )
+    blocks = -(-numel // multiple)
+    return max(1, -(-blocks // world_size)) * multiple
+
+
+def valid_in_shard(numel: int, shard: int, owner: int) -> int:
+    """How many of the elements of `owner`'s shard are real; the rest, at its end, is padding."""
+    return min(max(numel - owner * shard, 0), shard)

@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.compress.kernels.buckets import PayloadForm, UpdateForm
+from thinwire.compress.packet import read_together
 from thinwire.optim.step import AdamSettings, Clock, Contribution, Members, Parameters, Send
-from thinwire.zero.rank_checks import read_together
 
 
 class Keep(Enum):

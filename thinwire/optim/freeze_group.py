@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.comm.agreement import check_same_on_every_rank
 from thinwire.compress.codecs import all_finite
 from thinwire.compress.exchange import Outcome, bring_headers
-from thinwire.compress.packet import SettingsError
+from thinwire.compress.packet import SettingsError, read_together
 from thinwire.optim.algorithm import Agreement, Algorithm, FreezeRule, LocalSteps, variance_norm
 from thinwire.optim.bucket import Bucket, may_clip, place_of
 from thinwire.optim.step import Clock, Members, Peak, Send, Step
 from thinwire.optim.storage import Change, Storage, slots_with_elements
-from thinwire.zero.rank_checks import check_same_on_every_rank, read_together
 from thinwire.zero.sharded_home import clip_of_norm
 
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import raise_together
+from thinwire.comm.agreement import check_same_on_every_rank, raise_together
 from thinwire.compress.kernels.loading import compiled_backend
 from thinwire.optim.algorithm import FreezeStep
 from thinwire.optim.home import AlgorithmHome
@@ -27,7 +27,7 @@ from thinwire.optim.replicated.home import ReplicatedHome
 from thinwire.optim.sharded.home import AlgorithmShardedHome
 from thinwire.zero.home import ring_bytes
 from thinwire.zero.master_weights import ShardedParameters
-from thinwire.zero.rank_checks import check_same_kind, check_same_on_every_rank
+from thinwire.zero.rank_checks import check_same_kind
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 _STEPS_OF_A_MEAN = 16

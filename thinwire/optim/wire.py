@@ -15,8 +15,9 @@ from thinwire.compress.exchange import EncodePart, Exchange
 from thinwire.compress.hierarchical_exchange import make_exchange
 from thinwire.compress.light_exchanges import LowMemoryExchange, make_exact_exchange
 from thinwire.compress.packet import write_headers
+from thinwire.compress.packet_layout import shard_numel
 from thinwire.optim.options import COMPRESSED_WIRES, HomeOptions
-from thinwire.zero import BucketLayout, Slot, shard_numel
+from thinwire.zero import BucketLayout, Slot
 
 
 class Wire:

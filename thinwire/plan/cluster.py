@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, get_args
 
 from thinwire.comm.traffic import sent_bytes
-from thinwire.compress.packet_layout import CODE_BITS, DEFAULT_BLOCK_SIZE, CodecName, codec_packet_bytes
+from thinwire.compress.packet_layout import CODE_BITS, DEFAULT_BLOCK_SIZE, CodecName, codec_packet_bytes, shard_numel
 from thinwire.plan.units import PlanError, require_positive, require_seconds, require_whole
-from thinwire.zero.bucket_layout import shard_numel
 
 Collective = Literal["all_to_all", "all_gather", "all_reduce"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)

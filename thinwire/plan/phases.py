@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
+from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName, shard_numel
 from thinwire.plan.cluster import (
     CAST_BYTES,
     NO_BUCKETS,
@@ -20,7 +20,7 @@ from thinwire.plan.cluster import (
 )
 from thinwire.plan.methods import DILOCO, POWERSGD, SHARDED_ADAM, Method, Schedule
 from thinwire.plan.workload import Matrices, Workload
-from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, bucket_numel, shard_numel
+from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, bucket_numel
 
 _DDP_BUCKET_BYTES = 25 << 20  # torch's
 _FP32 = 4

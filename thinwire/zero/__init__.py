@@ -1,4 +1,4 @@
-"""Floor 2, the sharded core: which parameter lies where in which flat bucket, which rank owns which part of it, and
+"""Floor 3, the sharded core: which parameter lies where in which flat bucket, which rank owns which part of it, and
 ZeRO stages 0 to 2 for any elementwise torch optimizer."""
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ __all__ = [
     "StepResult",
     "bucket_numel",
     "partition",
-    "shard_numel",
-    "valid_in_shard",
 ]
 
 # A plan reads the sizes of buckets and shards where there is no torch yet.
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
         Slot,
         bucket_numel,
         partition,
-        shard_numel,
-        valid_in_shard,
     )
     from thinwire.zero.home import StepResult
     from thinwire.zero.optimizer import ShardedOptimizer

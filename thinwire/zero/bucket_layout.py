@@ -7,30 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from thinwire.compress.packet_layout import shard_numel
+
 _BUCKETS = 8
 _MOST_PADDING = 1.25  # elements of a bucket of whole parameters for one that belongs to a parameter
 _SMALLEST_BUCKET_BYTES = 4 << 20
 LARGEST_BUCKET_BYTES = 16 << 20
 """Of the buckets that are cut by default: all of a sharded model's."""
-
-
-def shard_numel(numel: int, world_size: int, multiple: int) -> int:
-    """Elements in each of `world_size` equal shards that together hold `numel`, a whole number of `multiple`s.
-
-    At least one multiple, so that an empty bucket still has a shard to send.
-    """
-    if numel < 0 or world_size < 1 or multiple < 1:
-        raise ValueError(
-            f"shard_numel needs numel >= 0, world_size >= 1 and multiple >= 1, "
-            f"got numel={numel}, world_size={world_size}, multiple={multiple}"
-        )
-    blocks = -(-numel // multiple)
-    return max(1, -(-blocks // world_size)) * multiple
-
-
-def valid_in_shard(numel: int, shard: int, owner: int) -> int:
-    """How many of the elements of `owner`'s shard are real; the rest, at its end, is padding."""
-    return min(max(numel - owner * shard, 0), shard)
 
 
 @dataclass(frozen=True)

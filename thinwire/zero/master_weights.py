@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import raise_together
+from thinwire.comm.agreement import check_same_on_every_rank, raise_together
 from thinwire.zero.bucket_layout import BucketLayout, Slot
 from thinwire.zero.placement import Placement, Sharding, WeightGate
-from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_on_every_rank
+from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters
 from thinwire.zero.saved_state import SavedSlice, SliceSource, read_weight
 
 

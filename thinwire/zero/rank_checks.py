@@ -1,21 +1,19 @@
-"""Checks that ranks agree: on parameters and settings at construction, on the gradients of a step, on replicas of the
-weights; and what a step needs of all of them on the host: the norm of an averaged gradient that no rank holds, and an
-accelerator's results, read with one wait."""
+"""Checks that ranks agree: on the optimizer at construction, on the gradients that a step lacks, on replicas of the
+weights."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import raise_together
+from thinwire.comm.agreement import check_same_on_every_rank, raise_together
 from thinwire.zero.gradient_seal import gradient_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,72 +40,6 @@ def check_same_kind(comm: Communicator, optimizer: str, stage: int) -> None:
     Before anything else is compared: what that would be, and in how many collectives, depends on these two.
     """
     check_same_on_every_rank(comm, [], [], {"optimizer": optimizer, "stage": stage})
-
-
-def check_same_on_every_rank(
-    comm: Communicator,
-    parameters: Sequence[Tensor],
-    groups: Sequence[Mapping[str, Any]],
-    settings: Mapping[str, Any],
-) -> None:
-    """Raise ValueError on every rank, naming the first difference, unless all hold the same parameters and settings.
-
-    Learning rates are compared too, and which parameters of the groups are trained: ranks that step differently drift
-    apart without an error.
-    """
-    hyperparameters = [
-        {name: _comparable(value) for name, value in group.items() if name not in _NOT_COMPARED} for group in groups
-    ]
-    mine = {
-        "parameters": [[list(parameter.shape), str(parameter.dtype)] for parameter in parameters],
-        "groups": hyperparameters,
-        "settings": {**settings, "requires_grad": [one for group in groups for one in _trained(group)]},
-    }
-    raw = comm.all_gather_bytes(json.dumps(mine).encode(), "compare parameters and settings")
-    if all(other == raw[0] for other in raw):
-        return
-    descriptions = [json.loads(other) for other in raw]
-    rank = next(rank for rank, other in enumerate(raw) if other != raw[0])
-    difference = _first_difference(descriptions[0], descriptions[rank])
-    raise ValueError(
-        f"rank {rank} and rank 0 differ: {difference}. Every rank must have the same model and the same settings"
-    )
-
-
-def _trained(group: Mapping[str, Any]) -> list[bool]:
-    return [parameter.requires_grad for parameter in group.get("params", ())]
-
-
-_NOT_COMPARED = ("params", "param_names")
-
-
-def _comparable(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        if value.numel() == 1:
-            return float(value)
-        return [list(value.shape), hashlib.sha256(value.cpu().contiguous().numpy().tobytes()).hexdigest()]
-    return value if isinstance(value, int | float | str | list | tuple | None) else type(value).__name__
-
-
-def _first_difference(left: dict[str, Any], right: dict[str, Any]) -> str:
-    if len(left["parameters"]) != len(right["parameters"]):
-        return f"{len(right['parameters'])} parameters against {len(left['parameters'])} on rank 0"
-    pairs = zip(left["parameters"], right["parameters"], strict=True)
-    for index, (mine, other) in enumerate(pairs):
-        if mine != other:
-            return (
-                f"parameter {index} has shape {tuple(other[0])}, {other[1]}, against {tuple(mine[0])}, {mine[1]} on "
-                "rank 0"
-            )
-    for name in left["settings"]:
-        mine, other = left["settings"][name], right["settings"][name]
-        if isinstance(mine, list) and isinstance(other, list) and len(mine) == len(other):
-            for index, (of_left, of_right) in enumerate(zip(mine, other, strict=True)):
-                if of_left != of_right:
-                    return f"{name}[{index}] is {of_right!r} against {of_left!r} on rank 0"
-        if mine != other:
-            return f"{name} is {other!r} against {mine!r} on rank 0"
-    return f"parameter groups are {right['groups']} against {left['groups']} on rank 0"
 
 
 def broadcast_from_rank_0(comm: Communicator, parameters: Sequence[Tensor]) -> None:
@@ -335,20 +267,3 @@ class NormSketch:
         self._sums.add_(rest[: rows * self._width].view(rows, self._width).sum(dim=0), alpha=sign)
         tail = rest[rows * self._width :]
         self._sums[: tail.numel()].add_(tail, alpha=sign)
-
-
-def read_together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`tensors` on the host, in order: those that are there already themselves, copies of the others.
-
-    Those on an accelerator must be on one; however many there are, of whatever dtypes, the host waits for it once. For
-    small tensors: they are put together first.
-    """
-    away = [one for one in tensors if one.device.type != "cpu"]
-    if not away:
-        return list(tensors)
-    raw = [one.detach().contiguous().view(-1).view(torch.uint8) for one in away]
-    pieces = iter(torch.split((raw[0] if len(raw) == 1 else torch.cat(raw)).cpu(), [one.numel() for one in raw]))
-    # A copy is aligned, whatever the offset of the piece.
-    return [
-        one if one.device.type == "cpu" else next(pieces).clone().view(one.dtype).view(one.shape) for one in tensors
-    ]

@@ -14,8 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import on_every_rank
-from thinwire.zero.rank_checks import check_same_on_every_rank
+from thinwire.comm.agreement import check_same_on_every_rank, on_every_rank
 from thinwire.zero.saved_state import (
     Count,
     DamagedStateError,

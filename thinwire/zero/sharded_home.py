@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from thinwire.comm import Communicator
+from thinwire.comm.agreement import check_same_on_every_rank
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.gradient_seal import gradient_of
 from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.home import Fragment, Held, Home, ParameterState, ring_bytes
 from thinwire.zero.master_weights import FlatBucket, MasterWeights, ShardedParameters, runs_in
-from thinwire.zero.rank_checks import check_same_on_every_rank
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 
 

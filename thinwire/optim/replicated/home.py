@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import NodeLinks, agree_on_nodes, raise_together
+from thinwire.comm.agreement import NodeLinks, agree_on_nodes, check_same_on_every_rank, raise_together
 from thinwire.optim.bucket import Bucket, place_of
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.home import AlgorithmHome, check_in_sync, check_settings, slices
@@ -163,7 +163,7 @@ class ReplicatedHome(AlgorithmHome):
         raise_together(self.comm, error, "build its optimizer")
         names = [self._table.known_name(one) for one in tensors]
         compared = {"names": names, **self._options.compared(), **self._recipe.compared}
-        rank_checks.check_same_on_every_rank(self.comm, tensors, self._table.groups, compared)
+        check_same_on_every_rank(self.comm, tensors, self._table.groups, compared)
         rank_checks.broadcast_from_rank_0(self.comm, tensors)
         for parameter, group_number in new:
             self.in_flight.unplaced.append(len(self._table))
