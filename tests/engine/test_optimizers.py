@@ -19,7 +19,7 @@ from thinwire.engine import NonFiniteError
 from thinwire.engine.config.models import OffloadConfig, ZeroConfig
 from thinwire.engine.optimizers import _stepped_on, communicator_of
 from thinwire.optim import Lamb, Lion, Muon
-from thinwire.zero.optimizer import AdamW
+from thinwire.optim.exact import AdamW
 
 PRECISIONS = {"fp32": {}, "bf16": BF16, "fp16": {"fp16": {"enabled": True, "loss_scale": 64}}}
 PARAMS: dict[str, dict[str, Any]] = {

@@ -22,8 +22,8 @@ from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import CodecName
 from thinwire.optim import OneBitAdam, ZeroOneAdam, registry
 from thinwire.optim.algorithm import make_freeze_rule
+from thinwire.optim.exact import Adam, AdamW
 from thinwire.zero import ShardedOptimizer
-from thinwire.zero.optimizer import Adam, AdamW
 
 NUMEL, RANKS, LR, BETAS, EPS = 77, 2, 0.01, (0.8, 0.95), 1e-3
 DECAY = 0.1

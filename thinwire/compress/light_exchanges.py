@@ -1,5 +1,5 @@
-"""Exchanges that take less than an `Exchange` that keeps fp32 residuals: less memory (`LowMemoryExchange`), or, for
-exact averages, fewer passes over it (`ExactExchange`)."""
+"""Exchanges that take less than an `Exchange` that keeps fp32 residuals: less memory (`LowMemoryExchange`), for exact
+averages fewer passes over it (`ExactExchange`), or one leg of the two."""
 
 from __future__ import annotations
 
@@ -196,3 +196,50 @@ def make_exact_exchange(
     if comm.size == 1 and codec.name == "none":
         return SoleExchange(comm, numel, codec, bucket=bucket, device=device)
     return ExactExchange(comm, numel, codec, bucket=bucket, device=device)
+
+
+# One leg each, where something happens to an average between them that only its owner does
+
+
+class ExchangeToOwners(Exchange):
+    """Leg 1 alone: owners keep the average of their shards, `average_of_own`, fp32 [shard], until the next `start`."""
+
+    def __init__(
+        self, comm: Communicator, numel: int, codec: Codec, *, bucket: int, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__(comm, numel, codec, bucket=bucket, device=device)
+        self.owner_residual = None
+        self.average_of_own = torch.empty(self.shard, device=device)
+
+    @override
+    def advance(self, adjust: Adjust | None = None) -> None:
+        assert adjust is None, "owners do that"
+        for number, place in enumerate(self.parts):
+            received = self._receive(number)
+            self.codec.decode_mean(received, self.average_of_own[place], self._part_valid[number])
+
+    @override
+    def wait(self) -> None:
+        """Return at once: what leg 1 brought is there since `advance`."""
+
+    @override
+    def commit(self) -> None:
+        assert self.worker_residual is not None
+        self.worker_residual, self._payload = self.payload, self.worker_residual
+
+
+class ExchangeFromOwners(Exchange):
+    """Leg 2 alone, without error feedback: `start_from_owners`, `wait`, `outcome`, `read`."""
+
+    def __init__(
+        self, comm: Communicator, numel: int, codec: Codec, *, bucket: int, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__(comm, numel, codec, bucket=bucket, error_feedback=False, device=device)
+
+    def start_from_owners(self, own: Tensor, step: int) -> None:
+        """Encode `own`, fp32 [shard], and send it to every rank. It becomes what the codec lost."""
+        self._expect(step, 0)
+        for number, place in enumerate(self.parts):
+            send = self._packets(1, number)
+            self.codec.encode(own[place], None, send, self._part_valid[number])
+            self._send_average(number, send)

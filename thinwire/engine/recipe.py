@@ -18,10 +18,10 @@ from thinwire.engine.config.rules import total_steps
 from thinwire.engine.config.sections import is_local_updates, refusal_of, uncompressed_class
 from thinwire.engine.schedules import build_schedule
 from thinwire.optim import registry
-from thinwire.optim.exact import EXACT, mark_matrices
+from thinwire.optim.exact import EXACT, UNCORRECTED, mark_matrices
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.registry import OptimizerEntry
-from thinwire.zero.optimizer import UNCORRECTED, OptimizerClass
+from thinwire.zero.optimizer import OptimizerClass
 
 GivenOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 GivenSchedule = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]

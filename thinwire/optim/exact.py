@@ -318,3 +318,32 @@ EXACT: Mapping[str, type[torch.optim.Optimizer]] = {"Lamb": Lamb, "Lion": Lion, 
 def needs_whole_parameters(name: str) -> bool:
     """Whether the optimizer of this name, ours or torch's, cannot step a part of a parameter by itself."""
     return name in EXACT and bool(getattr(EXACT[name], "whole_parameters", False))
+
+
+class Adam(torch.optim.Adam):
+    """w -= lr · m / (√v + ε), by torch's own kernels. Arguments and state are those of torch.optim.Adam, whose
+    checkpoints it takes up, and the other way round.
+
+    A kernel divides the moments by 1 - βᵗ. It is told that t is infinite, of which βᵗ is 0 and the divisor 1, to the
+    last bit; `step` in the state counts all the same.
+    """
+
+    @override
+    def _init_group(self, group: dict[str, Any], *found: list[Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *found)  # type: ignore[no-untyped-call]
+        steps = found[-1]
+        if steps:
+            torch._foreach_add_(steps, 1)
+            steps[:] = [torch.full_like(one, math.inf) for one in steps]
+        return has_complex
+
+
+class AdamW(Adam):
+    """The same with decoupled weight decay, 0 where none is given."""
+
+    def __init__(self, params: ParamsT, **options: Any) -> None:
+        super().__init__(params, **{**options, "decoupled_weight_decay": True})
+
+
+UNCORRECTED: Mapping[str, Callable[..., torch.optim.Optimizer]] = {"Adam": Adam, "AdamW": AdamW}
+"""Adam and AdamW without the bias correction that torch's own always make: `"bias_correction": false`."""

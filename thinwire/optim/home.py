@@ -24,7 +24,6 @@ from thinwire.optim.storage import (
     PACKED_PRECONDITIONER,
     PRECONDITIONER_HIGH,
     PRECONDITIONER_LOW,
-    mean_over_ranks,
 )
 from thinwire.zero.home import TRAFFIC, Home
 from thinwire.zero.master_weights import runs_in
@@ -35,6 +34,7 @@ from thinwire.zero.saved_state import (
     SliceSource,
     check_saved,
     check_weights,
+    mean_over_ranks,
 )
 
 _OWNER_RESIDUAL = "owner_residual"

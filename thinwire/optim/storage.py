@@ -17,7 +17,7 @@ from thinwire.optim.step import Clock, Members, MembersByGroup, Parameters
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.gradients import BucketGradients, BucketTransport
 from thinwire.zero.master_weights import Run, runs_in
-from thinwire.zero.saved_state import SliceSource
+from thinwire.zero.saved_state import SliceSource, mean_over_ranks
 
 Change = Callable[[Sequence[Members], Clock], None]
 """Changes the weights of members in place."""
@@ -194,14 +194,6 @@ class Storage(ABC):
     def _view(self, values: Tensor, slot: Slot) -> Tensor:
         shape = self._parameters.parameters[slot.parameter].shape
         return values[place_of(slot)].view(shape) if self.shapes else values[place_of(slot)]
-
-
-def mean_over_ranks(source: SliceSource, key: str, ranks: Sequence[int]) -> Tensor:
-    """Average these ranks' tensors, fp32."""
-    total = source.read_rank(key, ranks[0]).float().clone()
-    for rank in ranks[1:]:
-        total += source.read_rank(key, rank).float()
-    return total.div_(len(ranks))
 
 
 def fill_masked(parameters: Parameters, values: Tensor, runs: Iterable[Run], value: float) -> None:

@@ -64,7 +64,8 @@ class BucketGradients:
     left, in the parameters' dtype, and adds what further backwards bring to its shard. `averaging` says in which dtype
     gradients add up and travel, and by what they are divided first.
 
-    `filled`: whether this step has brought an average. `seal`: of `.grad`, in which averages arrive at stage 0.
+    `filled`: whether this step has brought an average. `accumulated_dtype`: in which gradients add up. `seal`: of
+    `.grad`, in which averages arrive at stage 0.
     """
 
     may_stay = True
@@ -74,8 +75,8 @@ class BucketGradients:
         self.stage = stage
         self.overwrites_gradients = stage == 1  # on the owner
         self._comm = comm
-        self._sum_dtype = averaging.accumulated(bucket.dtype)
-        self._flat_dtype = bucket.dtype if stage == 2 else self._sum_dtype
+        self.accumulated_dtype = averaging.accumulated(bucket.dtype)
+        self._flat_dtype = bucket.dtype if stage == 2 else self.accumulated_dtype
         self._wire_dtype = averaging.wire_dtype or self._flat_dtype
         self._divide_first = averaging.divide_first
         self._flat: Tensor | None = None
@@ -180,7 +181,7 @@ class BucketGradients:
         return self._flat
 
     def _new_shard(self) -> Tensor:
-        return torch.empty_like(self.bucket.shard_of(self.bucket.flat), dtype=self._sum_dtype)
+        return torch.empty_like(self.bucket.shard_of(self.bucket.flat), dtype=self.accumulated_dtype)
 
     def _to_send(self, whole: Tensor) -> Tensor:
         """What leaves for `whole`, which stays as it is where something else leaves."""

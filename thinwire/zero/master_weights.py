@@ -1,5 +1,4 @@
-"""Parameters as views of flat buckets, the fp32 master weights of their owners, and all of a model's together, which
-every sharded optimizer stands on.
+"""Parameters as views of flat buckets, the fp32 master weights of their owners, and all of a model's together.
 
 The parameters of one bucket lie in one contiguous tensor, with which the model computes: a collective moves whole
 shards without copying parameters together first. New weights may be in flight while the next forward runs.
@@ -137,7 +136,7 @@ class FlatBucket:
                 parameter.data = parameter.detach().clone()
 
     def take_initial(self) -> Tensor:
-        """The values that the parameters had before they were rounded, fp32, for the masters; forgotten here."""
+        """The values that the parameters had before they were rounded, fp32; forgotten here."""
         assert self._initial is not None
         initial, self._initial = self._initial, None
         return initial
@@ -156,19 +155,21 @@ class MasterWeights:
     """Master weights of a bucket, fp32: the whole bucket's or this rank's shard's.
 
     fp32 parameters are their own master weights, unless `offload` keeps them in CPU memory, page-locked with
-    `pin_memory`, for parameters on a GPU.
+    `pin_memory`, for parameters on a GPU, or they may be `ahead` of the parameters, as their differences are rounded.
 
     `runs`: the stretches of parameters that this rank keeps, with places in `weights`. `views`: their weights, fp32,
     one-dimensional. `offloaded`: whether they are in CPU memory, and the parameters are not. `separate`: whether they
-    are other tensors than the parameters' own.
+    are other tensors than the parameters' own. `send`: what publishes weights that may be ahead.
     """
 
-    def __init__(self, bucket: FlatBucket, *, whole: bool, offload: bool, pin_memory: bool) -> None:
-        self.bucket, self.whole = bucket, whole
-        self.offloaded = offload and bucket.flat.device.type != "cpu"
-        self.separate = self.offloaded or bucket.dtype != torch.float32
-        self._pin_memory = pin_memory
-        self.runs = runs_in(bucket.layout, slice(0, bucket.layout.numel)) if whole else bucket.own_runs
+    def __init__(self, bucket: FlatBucket, sharding: Sharding) -> None:
+        self.bucket, self.whole = bucket, sharding.stage == 0
+        self.ahead = sharding.codecs is not None and not self.whole
+        self.send: Callable[[Tensor], Callable[[], None]] | None = None
+        self.offloaded = sharding.offload and bucket.flat.device.type != "cpu"
+        self.separate = self.offloaded or self.ahead or bucket.dtype != torch.float32
+        self._pin_memory = sharding.pin_memory
+        self.runs = runs_in(bucket.layout, slice(0, bucket.layout.numel)) if self.whole else bucket.own_runs
         self.weights = self._initial_weights()
         self._landing: Tensor | None = None
         self.views = [self.weights[run.place] for run in self.runs]
@@ -180,16 +181,17 @@ class MasterWeights:
         first = 0 if self.whole else self.bucket.comm.rank * layout.shard
         return slice(first, layout.padded_numel if self.whole else first + layout.shard)
 
-    def publish(self) -> Callable[[], None]:
+    def publish(self, exactly: bool = False) -> Callable[[], None]:
         """Give the new weights to the parameters of every rank; returns what waits until they are there."""
+        if self.send is not None and not exactly:
+            return self.send(self.weights)
         if self.whole:
             if self.separate:
                 self.bucket.flat.copy_(self.weights)
             return lambda: None
-        shard = self.weights if self.separate else self.weights.clone()
         # Page-locked weights leave while the host goes on, and are rounded where that is fast. They change again only
         # after the host has waited for the next step's gradients, which come behind them.
-        shard = shard.to(self.bucket.flat.device, non_blocking=True)
+        shard = (self.weights if self.separate else self.weights.clone()).to(self.bucket.flat.device, non_blocking=True)
         return self.bucket.comm.all_gather(self.bucket.flat, shard.to(self.bucket.dtype), async_op=True).wait
 
     def start_bringing(self, values: Tensor) -> Tensor:
@@ -241,7 +243,7 @@ class MasterWeights:
         if not self.separate:
             return replica.detach()
         if self.bucket.dtype == torch.float32:
-            return self._rest(replica.detach().to("cpu", copy=True))
+            return self._rest(replica.detach().to("cpu", copy=True)) if self.offloaded else replica.detach().clone()
         weights = self.bucket.take_initial()
         return self._rest(weights.to("cpu")) if self.offloaded else weights
 
@@ -297,16 +299,13 @@ class ShardedParameters:
         self.masters: list[MasterWeights] = []
         self.gate: WeightGate | None = None
         self.gated: set[int] = set()
-        whole = sharding.stage == 0
-        extent: Literal["whole", "shard"] = "whole" if whole else "shard"
+        extent: Literal["whole", "shard"] = "whole" if sharding.stage == 0 else "shard"
         for index, (layout, dtype) in enumerate(self.order.partition(comm.size, sharding)):
             keep = None if dtype == torch.float32 else extent
             bucket = FlatBucket(self.exchange_comm, index, layout, self.order.parameters, dtype, keep)
             self.buckets.append(bucket)
             bucket.family = self.buckets
-            self.masters.append(
-                MasterWeights(bucket, whole=whole, offload=sharding.offload, pin_memory=sharding.pin_memory)
-            )
+            self.masters.append(MasterWeights(bucket, sharding))
 
     @property
     def names(self) -> list[str]:
@@ -389,9 +388,11 @@ class ShardedParameters:
     def load_weights(self, source: SliceSource) -> None:
         """Take over the weights, whatever optimizer they were trained with. Raises KeyError for one not saved."""
         self.wait_for_weights()
-        for bucket in self.buckets:
+        for one in self.masters:
+            bucket = one.bucket
+            dtype = None if one.ahead else bucket.dtype  # else what fp32 parameters were behind of
             for slot in bucket.layout.slots:
-                values = read_weight(source, bucket.dtype, self.names[slot.parameter], 0, slot.numel)
+                values = read_weight(source, dtype, self.names[slot.parameter], 0, slot.numel)
                 view = bucket.view(bucket.flat, slot)
                 view.copy_(values.view(view.shape))
         for masters in self.masters:

@@ -15,6 +15,8 @@ from typing_extensions import override
 
 from thinwire import comm as communication
 from thinwire.comm.agreement import raise_together
+from thinwire.compress.packet_layout import CodecName
+from thinwire.zero import rounded
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, model_state_formula
 from thinwire.zero.gradients import averaging_gradients
 from thinwire.zero.home import NO_GRADIENTS, Held, ParameterState, StepResult
@@ -29,12 +31,14 @@ from thinwire.zero.sharded_home import (
     ShardedHome,
     Vote,
     clip_coefficient,
+    norm_of_own,
     own_fragments,
 )
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 _COMPARED_EVERY = 100
-"""Steps between two comparisons of replicas that every rank steps by itself."""
+"""Steps between two comparisons of replicas that every rank steps by itself, or adds differences to."""
+
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
@@ -172,6 +176,10 @@ class ShardedOptimizer(SynchronizedOptimizer):
             master weights are page-locked, for faster copies.
         averaging: the dtypes in which gradients add up and travel, division before they are summed, and sums in place
             of means; by default none of it.
+        codec: round what is sent, with error feedback: gradients through `int4`, `int8`, `fp8`, `stat2` or `sign1`,
+            and at stages 1 and 2 new weights as differences against what every rank holds, in 8 bits or, of a pair,
+            through its second codec. Replicas have the same bits; master weights may be ahead of them. Gradients leave
+            once a step, at stage 2 too. Not with a torch GradScaler. None sends both exactly.
         options: for the optimizer class: lr, betas, ...
 
     A parameter without a gradient on some ranks counts as zero there; without one on any rank it is left alone, as in
@@ -195,6 +203,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
         pin_memory: bool = True,
         block_size: int = 2048,
         averaging: Averaging = PLAIN_AVERAGING,
+        codec: CodecName | tuple[CodecName, CodecName] | None = None,
         **options: Any,
     ) -> None:
         self.comm = comm if comm is not None else communication.init()
@@ -202,8 +211,9 @@ class ShardedOptimizer(SynchronizedOptimizer):
         self.max_norm = max_norm = 0.0 if max_norm is None else max_norm
         self._saved_name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
         whole = getattr(optimizer_class, "whole_parameters", False)
+        codecs = (codec, codec if stage == 0 else "int8") if isinstance(codec, str) else codec
         sharding = Sharding(
-            stage, param_dtype, bucket_bytes, block_size, max_norm, offload, pin_memory, averaging, whole
+            stage, param_dtype, bucket_bytes, block_size, max_norm, offload, pin_memory, averaging, whole, codecs
         )
         error: Exception | None = None
         try:
@@ -238,9 +248,10 @@ class _ElementwiseHome(ShardedHome):
     def __init__(self, parameters: ShardedParameters, optimizer_class: OptimizerClass) -> None:
         super().__init__(parameters)
         sharding = parameters.sharding
-        # At stage 2 every backward's gradients leave, and add up on their owners.
-        (sharding.averaging if sharding.stage < 2 else PLAIN_AVERAGING).prepare(self.parameters)
-        self.gradients = averaging_gradients(parameters, self.watcher.seal)
+        # Without a codec, at stage 2, every backward's gradients leave, and add up on their owners.
+        (sharding.averaging if self._keeps_gradients else PLAIN_AVERAGING).prepare(self.parameters)
+        self.rounded = rounded.rounded_gradients(parameters, self.watcher.seal, lambda: self.loss_scale)
+        self.gradients = self.rounded or averaging_gradients(parameters, self.watcher.seal)
         whole = sharding.whole_parameters
         groups, group_of = parameters.groups, parameters.order.group_of
         self.optimizers = [
@@ -254,6 +265,8 @@ class _ElementwiseHome(ShardedHome):
 
     @override
     def step(self) -> StepResult:
+        if self.scaled and self.rounded:
+            rounded.refuse_scaler()
         vote = self._begin_step()
         self.watcher.turn.moving = True
         self._parameters.take_over_written()
@@ -276,35 +289,34 @@ class _ElementwiseHome(ShardedHome):
                     [None if run.parameter in vote.absent else beside[run.place] for run in masters.runs]
                 )
 
+            for one in self.rounded:
+                one.commit()
             self._parameters.move_and_publish(filled, move)
-            if self._parameters.sharding.stage == 0 and self._comparisons.due(self.steps, True):
+            if (self.rounded or self._parameters.sharding.stage == 0) and self._comparisons.due(self.steps, True):
                 self._compare_replicas()
         self.end_step()
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if vote.finite else NOT_FINITE)
 
     def _compare_replicas(self) -> None:
-        """Compare the ranks' weights, and give all of them rank 0's where they differ. Collective."""
+        """Compare the ranks' weights, and give all of them rank 0's, or their owners', if they differ. Collective."""
+        self._parameters.wait_for_weights()
         replicas = [one.flat for one in self._parameters.buckets]
-        if not compare_replicas(self.comm, replicas, self.steps, "repair", "rank 0's"):
+        owned = self._parameters.sharding.stage > 0
+        if not compare_replicas(self.comm, replicas, self.steps, "repair", "their owners'" if owned else "rank 0's"):
             for one in self._parameters.masters:
-                broadcast_from_rank_0(self.comm, [one.weights])
-                one.publish()
+                if not owned:
+                    broadcast_from_rank_0(self.comm, [one.weights])
+                one.publish(exactly=True)()
 
     def _find_vote(self) -> Vote:
+        rounded.check_arrived(self.rounded)
         return self._vote_on_averages(self.gradients)
 
     @override
     def _vote_on_edited(self) -> Vote:
         """As of averages, but without a message: a rank may edit its own alone, as behind DistributedDataParallel."""
         assert self._vote is not None, "averages are shown once the ranks have voted"
-        whole = [one.average.view(self.comm.size, -1) for one in self.gradients if one.filled]
-        square = 0.0
-        for rank in range(self.comm.size):
-            norms = [torch.linalg.vector_norm(one[rank], dtype=torch.float32) for one in whole]
-            square += float(
-                torch.stack([*norms, torch.zeros((), device=self._parameters.device)]).double().square().sum()
-            )
-        norm = math.sqrt(square) if square >= 0 else math.nan
+        norm = norm_of_own([one.average for one in self.gradients if one.filled], self.comm.size)
         return Vote(math.isfinite(norm), norm, self._vote.absent)
 
     @override
@@ -313,7 +325,18 @@ class _ElementwiseHome(ShardedHome):
 
     @override
     def saved_slices(self) -> list[SavedSlice]:
-        return super().saved_slices() + self._state_slices()
+        residuals = [found for one in self.rounded for found in one.saved_slices(self.names)]
+        return super().saved_slices() + self._state_slices() + residuals
+
+    @override
+    def rank_tensors(self) -> dict[str, Tensor]:
+        return {key: tensor for one in self.rounded for key, tensor in one.rank_tensors(self.names).items()}
+
+    @override
+    def check(self, source: SliceSource) -> None:
+        super().check(source)
+        if self.rounded:
+            rounded.ranks_with_residuals(self.rounded, source, self.names, self.comm)
 
     def _state_slices(self) -> list[SavedSlice]:
         pairs = zip(self.optimizers, self._parameters.masters, strict=True)
@@ -324,11 +347,15 @@ class _ElementwiseHome(ShardedHome):
         self._parameters.load_weights(source)
         for one in self.optimizers:
             one.load(source, self._parameters.names)
+        if self.rounded:
+            rounded.load_residuals(self.rounded, source, self.names, self.comm)
 
     @override
     def reset_state(self) -> None:
         for one in self.optimizers:
             one.reset()
+        for gradients in self.rounded:
+            gradients.reset()
 
     @override
     def model_state_bytes(self) -> dict[str, float]:
@@ -343,7 +370,7 @@ class _ElementwiseHome(ShardedHome):
         )
         if self._parameters.sharding.whole_parameters:  # which have state of other kinds, at owners of unequal shares
             found["optimizer state"] = float(sum(one.state_bytes() for one in self.optimizers))
-        return found
+        return found | rounded.bytes_of_rounding(self.rounded, self._parameters)
 
 
 class _ElementwiseState(BucketParameterState):
@@ -366,32 +393,3 @@ class _ElementwiseState(BucketParameterState):
     @override
     def kinds(self) -> list[str]:
         return sorted({kind for one in self._home.optimizers for kind in one.kinds()})
-
-
-class Adam(torch.optim.Adam):
-    """w -= lr · m / (√v + ε), by torch's own kernels. Arguments and state are those of torch.optim.Adam, whose
-    checkpoints it takes up, and the other way round.
-
-    A kernel divides the moments by 1 - βᵗ. It is told that t is infinite, of which βᵗ is 0 and the divisor 1, to the
-    last bit; `step` in the state counts all the same.
-    """
-
-    @override
-    def _init_group(self, group: dict[str, Any], *found: list[Tensor]) -> bool:
-        has_complex: bool = super()._init_group(group, *found)  # type: ignore[no-untyped-call]
-        steps = found[-1]
-        if steps:
-            torch._foreach_add_(steps, 1)
-            steps[:] = [torch.full_like(one, math.inf) for one in steps]
-        return has_complex
-
-
-class AdamW(Adam):
-    """The same with decoupled weight decay, 0 where none is given."""
-
-    def __init__(self, params: ParamsT, **options: Any) -> None:
-        super().__init__(params, **{**options, "decoupled_weight_decay": True})
-
-
-UNCORRECTED: Mapping[str, OptimizerClass] = {"Adam": Adam, "AdamW": AdamW}
-"""Adam and AdamW without the bias correction that torch's own always make: `"bias_correction": false`."""

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from thinwire.compress.codecs import make_codec
+from thinwire.compress.packet_layout import CODE_BITS, CodecName
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, BucketLayout, partition, partition_whole
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -184,6 +186,7 @@ class Sharding:
     pin_memory: bool = True
     averaging: Averaging = PLAIN_AVERAGING
     whole_parameters: bool = False
+    codecs: tuple[CodecName, CodecName] | None = None  # of gradients, and of what comes back; None sends both exactly
 
     def check(self) -> None:
         """Raise ValueError or TypeError for what cannot work."""
@@ -203,6 +206,27 @@ class Sharding:
         if isinstance(self.block_size, bool) or not self.block_size >= 1:
             raise ValueError(f"block_size must be at least 1, got {self.block_size!r}")
         self.averaging.check()
+        if self.codecs is not None:
+            self._check_codecs(*self.codecs)
+
+    def _check_codecs(self, there: CodecName, back: CodecName) -> None:
+        for name in (there, back):
+            if name not in CODE_BITS:
+                raise ValueError(
+                    f"codec must be one of {', '.join(CODE_BITS)}, or a pair of them for gradients and for what comes "
+                    f"back, got {name!r}. To send 16 bits, use averaging=Averaging(wire_dtype=...)"
+                )
+            make_codec(name, self.block_size)
+        if self.stage == 0 and there != back:
+            raise ValueError(
+                f"stage 0 sends averages back as it sends gradients, got codec={self.codecs!r}: give one codec, or use "
+                "stage 1 or 2, where differences of weights come back"
+            )
+        if self.averaging.wire_dtype is not None or self.averaging.divide_first != 1.0:
+            raise ValueError(
+                f"codec={there!r} says how gradients travel: averaging can have neither wire_dtype nor divide_first, "
+                f"got {self.averaging!r}"
+            )
 
     def compared(self) -> dict[str, Any]:
         """What has to be the same on every rank, as JSON can hold it."""

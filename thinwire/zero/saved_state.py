@@ -269,7 +269,7 @@ def read_state(source: SliceSource, name: str, start: int, numel: int) -> dict[s
     return state
 
 
-def read_weight(source: SliceSource, dtype: torch.dtype, name: str, start: int, numel: int) -> Tensor:
+def read_weight(source: SliceSource, dtype: torch.dtype | None, name: str, start: int, numel: int) -> Tensor:
     """A parameter's saved values for use in `dtype`: the masters' where fp32 is wanted and there are masters."""
     if dtype == torch.float32:
         try:
@@ -277,6 +277,14 @@ def read_weight(source: SliceSource, dtype: torch.dtype, name: str, start: int, 
         except KeyError:  # it was saved from a parameter in fp32, its own master
             return source.read("weight", name, start, numel)
     return source.read("weight", name, start, numel)
+
+
+def mean_over_ranks(source: SliceSource, key: str, ranks: Sequence[int]) -> Tensor:
+    """Average these ranks' tensors, fp32."""
+    total = source.read_rank(key, ranks[0]).float().clone()
+    for rank in ranks[1:]:
+        total += source.read_rank(key, rank).float()
+    return total.div_(len(ranks))
 
 
 def _one_value(kind: str, value: Tensor) -> dict[str, Any]:

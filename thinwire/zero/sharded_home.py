@@ -182,7 +182,8 @@ class ShardedHome(Home):
 
     @property
     def _keeps_gradients(self) -> bool:
-        return self._parameters.sharding.stage < 2
+        sharding = self._parameters.sharding
+        return sharding.stage < 2 or sharding.codecs is not None
 
     def _finish(self) -> Vote:
         """Bring all that is sent of this step to its end, and vote. Collective."""
@@ -362,6 +363,16 @@ def norm_of_averages(
     if comm.size * squares != digests**2:  # whole numbers, exact: only of equal numbers are the two the same
         check_same_on_every_rank(comm, [], groups, {})
     return math.sqrt(total) if total >= 0 else math.nan, bool(anything_missing)
+
+
+def norm_of_own(averages: Sequence[Tensor], ranks: int) -> float:
+    """The 2-norm of averages that this rank holds whole, to the bit what `norm_of_averages` makes of its ranks' shards;
+    NaN for one that none could be."""
+    square = 0.0
+    for rank in range(ranks):
+        norms = [torch.linalg.vector_norm(one.view(ranks, -1)[rank], dtype=torch.float32) for one in averages]
+        square += float(torch.stack(norms).double().square().sum()) if norms else 0.0
+    return math.sqrt(square) if square >= 0 else math.nan
 
 
 def clip_coefficient(max_norm: float, norm: float) -> float:

@@ -19,7 +19,6 @@ from thinwire.optim.diloco.outer import Arrived, OuterState, UnderWay
 from thinwire.optim.diloco.outer_weights import KeptMomentum, OuterWeights
 from thinwire.optim.diloco.worker import Worker
 from thinwire.optim.home import ranks_to_resume, warn_of_lost_residuals
-from thinwire.optim.storage import mean_over_ranks
 from thinwire.zero.saved_state import (
     Count,
     Counters,
@@ -27,6 +26,7 @@ from thinwire.zero.saved_state import (
     SavedSlice,
     SliceSource,
     check_saved,
+    mean_over_ranks,
     read_weight,
 )
 

@@ -1,0 +1,292 @@
+"""Rounding in a sharded step: gradients go through a codec to their owners, with error feedback, and new weights come
+back as differences against what every rank holds, so that replicas have the same bits.
+
+    rank i   c_i = C(g_i + e_i),  e_i += g_i - c_i              leg 1, to the owner of the shard
+    owner    w by the optimizer, of the mean of c;  q = D(w - r)    leg 2, to every rank
+    all      r += q
+
+w are the owner's master weights and r the replica, the model's parameters. What D loses needs no memory of its own: it
+is by how much w is ahead of r, which the next difference holds again (SDP4Bit, arXiv 2410.15526). At stage 0 every rank
+steps all weights: there leg 2 brings the average itself through C, with the owner's residual, as Exchange has it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from thinwire.comm import Communicator
+from thinwire.compress.codecs import Codec, make_codec
+from thinwire.compress.exchange import Exchange, bring_headers
+from thinwire.compress.light_exchanges import ExchangeFromOwners, ExchangeToOwners
+from thinwire.zero.bucket_layout import Slot
+from thinwire.zero.gradient_seal import Seal
+from thinwire.zero.gradients import BucketGradients
+from thinwire.zero.master_weights import FlatBucket, ShardedParameters, runs_in
+from thinwire.zero.placement import Averaging
+from thinwire.zero.saved_state import DamagedStateError, SavedSlice, SliceSource, mean_over_ranks
+
+_OF_RANK = "gradient_residual"
+_OF_OWNER = "average_residual"
+"""What checkpoints call the residuals of both legs."""
+
+
+class RoundedGradients(BucketGradients):
+    """The gradients of one bucket's parameters, which leave once a step, through `codec`, with error feedback.
+
+    `commit` takes the new residuals over; without it, as in a step that is skipped, they stay as they were. They are
+    times `loss_scale`, as the gradients that they are added to. At stages 1 and 2 gradients are given back as they are
+    taken.
+    """
+
+    def __init__(
+        self,
+        bucket: FlatBucket,
+        comm: Communicator,
+        stage: int,
+        averaging: Averaging,
+        seal: Seal,
+        codec: Codec,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        super().__init__(bucket, comm, stage, averaging, seal)
+        self._shard = None
+        self.overwrites_gradients = False
+        kind = ExchangeToOwners if stage else Exchange
+        self.exchange = kind(comm, self.layout.numel, codec, bucket=bucket.index, device=bucket.flat.device)
+        self._loss_scale, self._scale = loss_scale, 1.0
+        self._starts = 0
+
+    @property
+    @override
+    def average(self) -> Tensor:
+        if isinstance(self.exchange, ExchangeToOwners):
+            return self.exchange.average_of_own
+        return super().average
+
+    @override
+    def keep(self, slot: Slot, parameter: Tensor) -> None:
+        if self.stage == 0:
+            super().keep(slot, parameter)
+
+    @override
+    def take(self, slot: Slot, parameter: Tensor) -> None:
+        if self.stage == 0:
+            super().take(slot, parameter)
+            return
+        gradient = parameter.grad
+        assert gradient is not None
+        self.bucket.view(self.exchange.payload, slot).copy_(gradient)
+        parameter.grad = None
+
+    @override
+    def leave_out(self, slot: Slot, expected: bool) -> None:
+        self.bucket.view(self._whole() if self.stage == 0 else self.exchange.payload, slot).zero_()
+
+    @override
+    def start(self) -> None:
+        if self.stage == 0:
+            self.exchange.payload.copy_(self._whole())
+        for gap in self.layout.gaps:
+            self.exchange.payload[gap].zero_()
+        self._scale_residuals(self._loss_scale())
+        self._starts += 1
+        self.exchange.start(self._starts)
+
+    @override
+    def advance(self) -> None:
+        self.exchange.advance()
+        self.filled = True
+        if self.stage == 0:
+            self._seal.expect_averages([slot.parameter for slot in self.layout.slots])
+
+    @override
+    def wait(self) -> None:
+        if self.filled:
+            self.exchange.wait()
+        if self.filled and self.stage == 0:
+            whole = self._whole()
+            if whole.dtype == torch.float32:
+                self.exchange.read(whole)
+            else:
+                average = torch.empty_like(whole, dtype=torch.float32)
+                self.exchange.read(average)
+                whole.copy_(average)
+            self._seal.averages_are_there([slot.parameter for slot in self.layout.slots])
+
+    def commit(self) -> None:
+        """Take over the residuals of a step that is applied."""
+        if self.filled:
+            self.exchange.commit()
+
+    def _scale_residuals(self, scale: float) -> None:
+        factor, self._scale = scale / self._scale, scale
+        for residual in (self.exchange.worker_residual, self.exchange.owner_residual):
+            if residual is not None and factor != 1.0:
+                residual.mul_(factor)
+
+    # Checkpoints: residuals of plain gradients; scales are powers of 2, so that nothing is lost
+
+    def rank_tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The residuals of leg 1, by parameter."""
+        self._scale_residuals(1.0)
+        residual = self.exchange.worker_residual
+        assert residual is not None
+        runs = runs_in(self.layout, self.exchange.worker_place)
+        return {f"{_OF_RANK}.{names[run.parameter]}": residual[run.place] for run in runs}
+
+    def saved_slices(self, names: Sequence[str]) -> list[SavedSlice]:
+        """The residual of leg 2, of an owner."""
+        self._scale_residuals(1.0)
+        residual = self.exchange.owner_residual
+        runs = () if residual is None else runs_in(self.layout, self.exchange.owner_place)
+        return [SavedSlice(_OF_OWNER, names[run.parameter], run.start, residual[run.place]) for run in runs]  # type: ignore[index]
+
+    def load(self, source: SliceSource, names: Sequence[str], ranks: Sequence[int]) -> None:
+        """Take over the mean of the residuals of these `ranks`, by which the next average is what it would have been,
+        and the owner's, zeros if it was saved at another stage."""
+        worker, owner = self.exchange.worker_residual, self.exchange.owner_residual
+        assert worker is not None
+        for run in runs_in(self.layout, self.exchange.worker_place):
+            worker[run.place].copy_(mean_over_ranks(source, f"{_OF_RANK}.{names[run.parameter]}", ranks))
+        if owner is not None and _OF_OWNER in source.kinds():
+            for run in runs_in(self.layout, self.exchange.owner_place):
+                owner[run.place].copy_(source.read(_OF_OWNER, names[run.parameter], run.start, run.numel))
+
+    def reset(self) -> None:
+        """Forget the residuals."""
+        self._scale = 1.0
+        for residual in (self.exchange.worker_residual, self.exchange.owner_residual):
+            if residual is not None:
+                residual.zero_()
+
+
+class WeightDifferences:
+    """Gives the owners' new weights of one bucket to every rank, as differences against `bucket.flat`, through a codec.
+
+    Ranks hold the same bits where they did before: all of them, the owner too, add what was decoded.
+    """
+
+    def __init__(self, bucket: FlatBucket, codec: Codec) -> None:
+        self._bucket = bucket
+        self._exchange = ExchangeFromOwners(
+            bucket.comm, bucket.layout.numel, codec, bucket=bucket.index, device=bucket.flat.device
+        )
+        self._starts = 0
+
+    def publish(self, own: Tensor) -> Callable[[], None]:
+        """Send how much `own`, fp32 [shard], is ahead; returns what waits until every rank has it."""
+        bucket, exchange = self._bucket, self._exchange
+        self._starts += 1
+        exchange.start_from_owners(own.to(bucket.flat.device) - bucket.shard_of(bucket.flat), self._starts)
+
+        def wait() -> None:
+            exchange.wait()
+            exchange.outcome()
+            ahead = torch.empty_like(bucket.flat, dtype=torch.float32)
+            exchange.read(ahead)
+            bucket.flat.add_(ahead)
+
+        return wait
+
+
+def rounded_gradients(
+    parameters: ShardedParameters, seal: Seal, loss_scale: Callable[[], float]
+) -> list[RoundedGradients]:
+    """Make what sends every bucket's gradients, times `loss_scale`, through the codec that was asked for, nothing if
+    none was, and at stages 1 and 2 have weights go back as differences."""
+    sharding = parameters.sharding
+    if sharding.codecs is None:
+        return []
+    there, back = (make_codec(name, sharding.block_size) for name in sharding.codecs)
+    for one in parameters.masters:
+        if one.ahead:
+            one.send = WeightDifferences(one.bucket, back).publish
+    comm, averaging = parameters.exchange_comm, sharding.averaging
+    return [
+        RoundedGradients(one, comm, sharding.stage, averaging, seal, there, loss_scale) for one in parameters.buckets
+    ]
+
+
+def refuse_scaler() -> NoReturn:
+    """Raise RuntimeError: a torch GradScaler cannot step this optimizer."""
+    raise RuntimeError(
+        "a GradScaler tells by what gradients were scaled after they have been rounded and sent: with codec= use bf16, "
+        "or the engine's fp16 with its own loss scale"
+    )
+
+
+def check_arrived(gradients: Sequence[RoundedGradients]) -> None:
+    """Raise PacketError, on every rank, unless all that arrived is of this step."""
+    filled = [one.exchange for one in gradients if one.filled]
+    bring_headers(filled)
+    for exchange in filled:
+        exchange.outcome()
+
+
+def bytes_of_rounding(gradients: Sequence[RoundedGradients], parameters: ShardedParameters) -> dict[str, float]:
+    """Bytes that this rank holds for gradients, residuals and master weights, in place of an exact average's; nothing
+    without a codec."""
+    if not gradients:
+        return {}
+    added = residuals = weights = 0
+    for one, of_bucket in zip(gradients, parameters.masters, strict=True):
+        exchange = one.exchange
+        kept = one.average.nbytes if one.stage else one.layout.padded_numel * one.accumulated_dtype.itemsize
+        added += exchange.payload.nbytes + kept
+        for residual in (exchange.worker_residual, exchange.owner_residual):
+            residuals += 0 if residual is None else residual.nbytes
+        weights += of_bucket.weights.nbytes if of_bucket.separate else 0
+    return {"gradients": float(added), "residuals": float(residuals), "masters": float(weights)}
+
+
+# Checkpoints
+
+
+def ranks_with_residuals(
+    gradients: Sequence[RoundedGradients], source: SliceSource, names: Sequence[str], comm: Communicator
+) -> list[int] | None:
+    """The ranks whose residuals this one goes on with: its own, or of another number of ranks all; None if one's were
+    not saved, or cannot be had here.
+
+    Raises DamagedStateError if some parameters' were, and not all.
+    """
+    ranks = [comm.rank] if source.world_size == comm.size else list(range(source.world_size))
+    slots = [slot for one in gradients for slot in one.layout.slots]
+    wanted = {f"{_OF_RANK}.{names[slot.parameter]}" for slot in slots if slot.numel}
+    missing = [wanted.difference(source.rank_keys(rank)) for rank in ranks]
+    if any(one == wanted for one in missing):
+        return None
+    for rank, keys in zip(ranks, missing, strict=True):
+        if keys:
+            raise DamagedStateError(f"it lacks what this optimizer goes on from: {min(keys)} of rank {rank}")
+    return ranks
+
+
+def load_residuals(
+    gradients: Sequence[RoundedGradients], source: SliceSource, names: Sequence[str], comm: Communicator
+) -> None:
+    """Take over the residuals of all buckets, with a warning if they are there and cannot be had."""
+    ranks = ranks_with_residuals(gradients, source, names, comm) if gradients else None
+    for one in gradients:
+        one.reset()
+        if ranks is not None:
+            one.load(source, names, ranks)
+    if gradients and ranks is None and _was_rounded(source):
+        warnings.warn(
+            f"this state was saved by a job of {source.world_size} ranks and is loaded by rank {comm.rank} of "
+            f"{comm.size}: error-feedback residuals belong to one rank, so they start from zero here. To keep them, "
+            "save and load state_dict() on every rank",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+
+
+def _was_rounded(source: SliceSource) -> bool:
+    keys = (key for rank in range(source.world_size) for key in source.rank_keys(rank))
+    return any(key.startswith(_OF_RANK) for key in keys)
