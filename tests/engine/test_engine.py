@@ -40,14 +40,18 @@ def test_losses_are_plain_torchs(world, steps, accumulation, max_norm) -> None:
             assert torch.equal(losses[0], losses[2])
 
 
-@pytest.mark.parametrize(("precision", "accumulation"), [("bf16", 1), ("bf16", 2), ("fp16", 2)])
-def test_16_bit_follows_fp32(precision, accumulation) -> None:
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "codec"),
+    [("bf16", 1, None), ("bf16", 2, None), ("fp16", 2, None), ("bf16", 2, "int4"), ("fp16", 1, "int8")],
+)
+def test_16_bit_follows_fp32(precision, accumulation, codec) -> None:
     expected = tiny.reference(2, 25, accumulation, max_norm=0.5)
 
     def body(comm):
         results = []
         for stage in (0, 1, 2):
             config = settings(stage, gradient_accumulation_steps=accumulation, gradient_clipping=0.5)
+            config["communication_codec"] = codec
             engine = make_engine(comm, config | {precision: PRECISIONS[precision]})
             losses = train(engine, range(25))
             dtypes = {value.dtype for value in engine.module.state_dict().values()}

@@ -20,7 +20,7 @@ from experiments.frontier.store import Run, RunStore
 from experiments.frontier.studies import STUDIES, Question, options_of, variant_name
 from experiments.frontier.studying import Baseline, answer, baselines, study_summary, variant_standings
 from experiments.frontier.subjects import SUBJECTS, Subject
-from experiments.training.optimizers import OPTIMIZERS
+from experiments.training.optimizers import OPTIMIZERS, SHARDED
 from tests.experiments.helpers import outcome, write_text, written
 
 
@@ -156,7 +156,7 @@ def test_what_a_study_lacks_is_said(tmp_path: Path) -> None:
 
 
 def test_every_optimizer_of_the_experiments_is_compared() -> None:
-    assert {one.optimizer for one in CONTENDERS.values()} == OPTIMIZERS.keys()
+    assert {one.optimizer for one in CONTENDERS.values()} == OPTIMIZERS.keys() | SHARDED.keys()
     assert len({(one.colour, one.marker) for one in CONTENDERS.values()}) == len(CONTENDERS)
     assert {one.beside for one in CONTENDERS.values()} - {None} <= CONTENDERS.keys()
 

@@ -211,6 +211,7 @@ def test_an_exact_checkpoint_is_taken_up_and_an_exact_optimizer_takes_up_a_round
     assert not any(one.any() for key, one in rounded.rank_tensors().items() if "residual" in key)
     iterate(other, rounded, 3)
     exact.load_state_dict(saved)
+    assert {kind for state in exact.optimizer.state.values() for kind in state} == {"step", "exp_avg", "exp_avg_sq"}
     iterate(model, exact, 3)
 
 

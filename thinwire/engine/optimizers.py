@@ -114,6 +114,7 @@ class OptimizerBuilder:
             return self._build_stage_3(recipe, what)
         else:
             options |= {"comm": self.comm, **self._common_options(self.comm), **clipping, **offloading}
+            options["codec"] = config.communication_codec
             optimizer = ShardedOptimizer(recipe.parameters, what, **options)
         if config.zero_optimization.overlap_comm:
             optimizer.gather_during_forward(self.model)

@@ -29,11 +29,10 @@ from thinwire.zero.gradient_seal import Seal
 from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.master_weights import FlatBucket, ShardedParameters, runs_in
 from thinwire.zero.placement import Averaging
-from thinwire.zero.saved_state import DamagedStateError, SavedSlice, SliceSource, mean_over_ranks
+from thinwire.zero.saved_state import AVERAGE_RESIDUAL, DamagedStateError, SavedSlice, SliceSource, mean_over_ranks
 
 _OF_RANK = "gradient_residual"
-_OF_OWNER = "average_residual"
-"""What checkpoints call the residuals of both legs."""
+"""What checkpoints call the residuals of leg 1."""
 
 
 class RoundedGradients(BucketGradients):
@@ -145,7 +144,7 @@ class RoundedGradients(BucketGradients):
         self._scale_residuals(1.0)
         residual = self.exchange.owner_residual
         runs = () if residual is None else runs_in(self.layout, self.exchange.owner_place)
-        return [SavedSlice(_OF_OWNER, names[run.parameter], run.start, residual[run.place]) for run in runs]  # type: ignore[index]
+        return [SavedSlice(AVERAGE_RESIDUAL, names[run.parameter], run.start, residual[run.place]) for run in runs]  # type: ignore[index]
 
     def load(self, source: SliceSource, names: Sequence[str], ranks: Sequence[int]) -> None:
         """Take over the mean of the residuals of these `ranks`, by which the next average is what it would have been,
@@ -154,9 +153,9 @@ class RoundedGradients(BucketGradients):
         assert worker is not None
         for run in runs_in(self.layout, self.exchange.worker_place):
             worker[run.place].copy_(mean_over_ranks(source, f"{_OF_RANK}.{names[run.parameter]}", ranks))
-        if owner is not None and _OF_OWNER in source.kinds():
+        if owner is not None and AVERAGE_RESIDUAL in source.kinds():
             for run in runs_in(self.layout, self.exchange.owner_place):
-                owner[run.place].copy_(source.read(_OF_OWNER, names[run.parameter], run.start, run.numel))
+                owner[run.place].copy_(source.read(AVERAGE_RESIDUAL, names[run.parameter], run.start, run.numel))
 
     def reset(self) -> None:
         """Forget the residuals."""

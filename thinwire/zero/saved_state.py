@@ -132,7 +132,10 @@ class DamagedStateError(ValueError):
     """A saved state is not whole, or not what was written."""
 
 
-_WEIGHTS = frozenset({"weight", "master"})
+AVERAGE_RESIDUAL = "average_residual"
+"""The kind of what an owner of averages of gradients lost as it sent them."""
+
+_NO_STATE = frozenset({"weight", "master", AVERAGE_RESIDUAL})
 _SCALAR = "scalar."
 # The form of a value that has no dimension follows from nothing but its name.
 _ONE, _NUMBER = "[1]", "[number]"
@@ -258,7 +261,7 @@ def state_slices(state: Mapping[str, Any], name: str, start: int, cut: slice, nu
 def read_state(source: SliceSource, name: str, start: int, numel: int) -> dict[str, Any]:
     """The state of elements `start` to `start + numel` of a parameter; empty where it never had a gradient."""
     state: dict[str, Any] = {}
-    for kind in source.kinds() - _WEIGHTS:
+    for kind in source.kinds() - _NO_STATE:
         try:
             if kind.startswith(_SCALAR):
                 state |= _one_value(kind.removeprefix(_SCALAR), source.read(kind, name, 0, 1))

@@ -180,6 +180,7 @@ def check_combinations(config: EngineConfig) -> list[str]:
     return [
         *_precision(config),
         *_own_optimizer(config),
+        *_codec(config),
         *_sparse_attention(config),
         *_layer_drop(config),
         *_operations(config),
@@ -270,6 +271,20 @@ _NOT_WITH_LOCAL_UPDATES = {
     "zero_optimization.ignore_unused_parameters": "as ranks would have to ask each other at every step",
     "progressive_layer_drop": "as ranks cannot agree on the layers they drop in a step that sends nothing",
 }
+
+
+def _codec(config: EngineConfig) -> Iterator[str]:
+    if config.communication_codec is None:
+        return
+    name = config.optimizer.type if config.optimizer is not None else None
+    if name in registry.NAMES or is_local_updates(name):
+        yield f'"communication_codec" does not go with {name}, which has "optimizer.params.codec": delete it'
+    if config.zero_optimization.stage == 3:
+        yield '"communication_codec" does not go with "zero_optimization.stage" 3, which is FSDP2: use stage 0, 1 or 2'
+    others = ("communication_data_type", "prescale_gradients", "gradient_predivide_factor")
+    for key in others:
+        if getattr(config, key) != EngineConfig.model_fields[key].get_default():
+            yield f'"communication_codec" says how gradients travel, beside which "{key}" can do nothing: delete one'
 
 
 def _sparse_attention(config: EngineConfig) -> Iterator[str]:
