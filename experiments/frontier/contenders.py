@@ -38,10 +38,10 @@ class Contender:
     def parent(self) -> str:
         """The exact optimizer whose rates and other options suit this one."""
         outer = OUTER.get(self.optimizer)
-        return PARENTS.get(self.optimizer, self.optimizer) if outer is None else outer.parent
+        return PARENTS.get(self.optimizer, self.optimizer.removeprefix("sharded-")) if outer is None else outer.parent
 
 
-_EXACT, _ONE_BIT = "#5b6572", "#d1495b"
+_EXACT, _ONE_BIT, _MUON = "#5b6572", "#d1495b", "#66a182"
 _BY_INTERVAL = {10: "#2b6ca3", 30: "#00798c"}
 _BY_CODEC = {"none": "o", "int4": "D", "stat2": "v"}
 
@@ -53,6 +53,11 @@ def _plain(optimizer: str, colour: str, marker: str, beside: str | None = BASELI
 def _one_bit(marker: str, what: str, **options: str) -> Contender:
     label = f"{OPTIMIZERS['onebit-adam'].label}, {what}"
     return Contender("onebit-adam", label, _ONE_BIT, marker, options, "onebit-adam")
+
+
+def _sharded(label: str, marker: str, optimizer: str = "sharded-adamw", **options: Any) -> Contender:
+    colour = _EXACT if optimizer == "sharded-adamw" else _MUON
+    return Contender(optimizer, label, colour, marker, options)
 
 
 def _diloco(every: int, codec: str) -> Contender:
@@ -77,6 +82,11 @@ CONTENDERS = {
     "onebit-adam-stat2": _one_bit("v", "stat2", codec="stat2"),
     "onebit-adam-int4": _one_bit("D", "int4 warmup", warmup_wire="int4"),
     "onebit-adam-stat2-int4": _one_bit("P", "int4 + stat2", warmup_wire="int4", codec="stat2"),
+    "adamw-int4": _sharded("AdamW, int4", "D", stage=0, codec="int4"),
+    "adamw-zero-int4": _sharded("AdamW, ZeRO-1, int4 + int8", "P", stage=1, codec="int4"),
+    "muon": _sharded("Muon", "o", "sharded-muon", stage=1),
+    "muon-stat2": _sharded("Muon, stat2", "v", "sharded-muon", stage=1, codec=("stat2", "stat2")),
+    "muon-sign1": _sharded("Muon, sign1", "s", "sharded-muon", stage=1, codec=("sign1", "sign1")),
     "zero-one-adam": _plain("zero-one-adam", "#edae49", "o"),
     "onebit-lamb": _plain("onebit-lamb", _ONE_BIT, "s", "lamb"),
     "onebit-lion": _plain("onebit-lion", _ONE_BIT, "^", "lion"),

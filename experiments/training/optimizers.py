@@ -23,6 +23,7 @@ __all__ = [
     "OPTIMIZERS",
     "OUTER",
     "PARENTS",
+    "SHARDED",
     "Compressed",
     "Exact",
     "Outer",
@@ -135,6 +136,12 @@ ENGINE = (*(name for name, one in EXACT.items() if hasattr(torch.optim, one.clas
 PARENTS = {name: one.parent for name, one in COMPRESSED.items()}
 """What sends a bit an element or less, and the exact optimizer each is compared with."""
 
+SHARDED: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sharded-adamw": torch.optim.AdamW,
+    "sharded-muon": thinwire.optim.Muon,
+}
+"""Torch optimizers that ShardedOptimizer shards; `stage` and `codec` are options of `build`."""
+
 FREEZE_OPTIONS = tuple(dict.fromkeys(one.freeze_option for one in COMPRESSED.values() if one.freeze_option))
 """What they call the step of the freeze."""
 
@@ -153,6 +160,8 @@ def build(name: str, groups: list[dict[str, Any]], plan: Plan, comm: Communicato
     """
     if name in EXACT:
         return EXACT[name].averaged(groups, comm, lr=plan.learning_rate, **options)
+    if name in SHARDED:
+        return thinwire.ShardedOptimizer(groups, SHARDED[name], comm=comm, lr=plan.learning_rate, **options)
     if name in OUTER:
         return OUTER[name].make(groups, comm=comm, **{"lr": plan.learning_rate, "every": _EVERY} | options)
     if name not in COMPRESSED:
