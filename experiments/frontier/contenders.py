@@ -41,7 +41,7 @@ class Contender:
         return PARENTS.get(self.optimizer, self.optimizer.removeprefix("sharded-")) if outer is None else outer.parent
 
 
-_EXACT, _ONE_BIT, _MUON = "#5b6572", "#d1495b", "#66a182"
+_EXACT, _ONE_BIT = "#5b6572", "#d1495b"
 _BY_INTERVAL = {10: "#2b6ca3", 30: "#00798c"}
 _BY_CODEC = {"none": "o", "int4": "D", "stat2": "v"}
 
@@ -55,9 +55,8 @@ def _one_bit(marker: str, what: str, **options: str) -> Contender:
     return Contender("onebit-adam", label, _ONE_BIT, marker, options, "onebit-adam")
 
 
-def _sharded(label: str, marker: str, optimizer: str = "sharded-adamw", **options: Any) -> Contender:
-    colour = _EXACT if optimizer == "sharded-adamw" else _MUON
-    return Contender(optimizer, label, colour, marker, options)
+def _sharded(label: str, marker: str, **options: Any) -> Contender:
+    return Contender("sharded-adamw", label, _EXACT, marker, options)
 
 
 def _diloco(every: int, codec: str) -> Contender:
@@ -84,9 +83,6 @@ CONTENDERS = {
     "onebit-adam-stat2-int4": _one_bit("P", "int4 + stat2", warmup_wire="int4", codec="stat2"),
     "adamw-int4": _sharded("AdamW, int4", "D", stage=0, codec="int4"),
     "adamw-zero-int4": _sharded("AdamW, ZeRO-1, int4 + int8", "P", stage=1, codec="int4"),
-    "muon": _sharded("Muon", "o", "sharded-muon", stage=1),
-    "muon-stat2": _sharded("Muon, stat2", "v", "sharded-muon", stage=1, codec=("stat2", "stat2")),
-    "muon-sign1": _sharded("Muon, sign1", "s", "sharded-muon", stage=1, codec=("sign1", "sign1")),
     "zero-one-adam": _plain("zero-one-adam", "#edae49", "o"),
     "onebit-lamb": _plain("onebit-lamb", _ONE_BIT, "s", "lamb"),
     "onebit-lion": _plain("onebit-lion", _ONE_BIT, "^", "lion"),

@@ -31,7 +31,6 @@ RECIPES = {
     "lamb": Recipe(0.01),
     # As its authors advise; its default β₂ remembers 100 steps, which is long beside these runs.
     "lion": Recipe(0.1, {"betas": (0.9, 0.95)}),
-    "muon": Recipe(0.01, {"adjust_lr_fn": "match_rms_adamw"}),
 }
 
 
@@ -99,12 +98,7 @@ SUBJECTS = {
         "A convolutional network of 85 K parameters learns handwritten digits, 16 images a worker a step",
         "validation loss (nats an image)",
         600,
-        {
-            "adamw": (1e-3, 2e-3, 4e-3),
-            "lamb": (1e-2, 2e-2, 4e-2),
-            "lion": (5e-4, 1e-3, 2e-3),
-            "muon": (5e-3, 1e-2, 2e-2),
-        },
+        {"adamw": (1e-3, 2e-3, 4e-3), "lamb": (1e-2, 2e-2, 4e-2), "lion": (5e-4, 1e-3, 2e-3)},
         tuple(CONTENDERS),
         (2, 4),
         None,
@@ -114,12 +108,7 @@ SUBJECTS = {
         "4 windows of 64 a worker a step",
         "validation loss (nats a character)",
         480,
-        {
-            "adamw": (2.5e-3, 5e-3, 1e-2),
-            "lamb": (1e-2, 2e-2, 4e-2),
-            "lion": (5e-4, 1e-3, 2e-3),
-            "muon": (5e-3, 1e-2, 2e-2),
-        },
+        {"adamw": (2.5e-3, 5e-3, 1e-2), "lamb": (1e-2, 2e-2, 4e-2), "lion": (5e-4, 1e-3, 2e-3)},
         tuple(CONTENDERS),
         (2, 4),
         (CharacterModelSize(layers=2, width=128, heads=2, length=64), 4),

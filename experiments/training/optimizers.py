@@ -136,10 +136,7 @@ ENGINE = (*(name for name, one in EXACT.items() if hasattr(torch.optim, one.clas
 PARENTS = {name: one.parent for name, one in COMPRESSED.items()}
 """What sends a bit an element or less, and the exact optimizer each is compared with."""
 
-SHARDED: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sharded-adamw": torch.optim.AdamW,
-    "sharded-muon": thinwire.optim.Muon,
-}
+SHARDED: dict[str, Callable[..., torch.optim.Optimizer]] = {"sharded-adamw": torch.optim.AdamW}
 """Torch optimizers that ShardedOptimizer shards; `stage` and `codec` are options of `build`."""
 
 FREEZE_OPTIONS = tuple(dict.fromkeys(one.freeze_option for one in COMPRESSED.values() if one.freeze_option))
