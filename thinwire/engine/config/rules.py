@@ -180,7 +180,7 @@ def check_combinations(config: EngineConfig) -> list[str]:
     return [
         *_precision(config),
         *_own_optimizer(config),
-        *_codec(config),
+        *(_codec(config) if config.communication_codec is not None else ()),
         *_sparse_attention(config),
         *_layer_drop(config),
         *_operations(config),
@@ -274,8 +274,6 @@ _NOT_WITH_LOCAL_UPDATES = {
 
 
 def _codec(config: EngineConfig) -> Iterator[str]:
-    if config.communication_codec is None:
-        return
     name = config.optimizer.type if config.optimizer is not None else None
     if name in registry.NAMES or is_local_updates(name):
         yield f'"communication_codec" does not go with {name}, which has "optimizer.params.codec": delete it'
