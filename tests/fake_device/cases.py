@@ -31,11 +31,14 @@ from tests.optim.training import batch, make_model, weights
 from thinwire import comm as communication
 from thinwire.comm import Communicator, threads
 from thinwire.optim.captured_step import CapturedStep
+from thinwire.zero import ShardedOptimizer
 
 TRAINED = 12  # the warmup, and frozen steps of every kind
 
 
-def train(subject: Subject, device: str, dtype: torch.dtype, options: dict[str, Any], comm: Communicator) -> Tensor:
+def train(
+    subject: Subject | Rounded, device: str, dtype: torch.dtype, options: dict[str, Any], comm: Communicator
+) -> Tensor:
     model = make_model(dtype=dtype).to(device)
     optimizer = subject.build(model, comm, **options)
     for step in range(TRAINED):
@@ -48,13 +51,24 @@ def train(subject: Subject, device: str, dtype: torch.dtype, options: dict[str, 
 
 
 def steps_as_the_cpu_does(
-    subject: Subject, ranks: int, dtype: torch.dtype = torch.float32, options: dict[str, Any] | None = None
+    subject: Subject | Rounded, ranks: int, dtype: torch.dtype = torch.float32, options: dict[str, Any] | None = None
 ) -> None:
     """The same bits as on the CPU, whose kernels the device has."""
     found = threads.run(partial(train, subject, NAME, dtype, options or {}), ranks, timeout=60)
     expected = threads.run(partial(train, subject, "cpu", dtype, options or {}), ranks)
     for rank in range(ranks):
         assert torch.equal(found[rank], expected[rank]), f"rank {rank}"
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """ShardedOptimizer through a codec at one stage, built as subjects are."""
+
+    stage: int
+
+    def build(self, model: nn.Module, comm: Communicator, **options: Any) -> ShardedOptimizer:
+        options |= {"stage": self.stage, "comm": comm, "codec": "int4", "block_size": 64, "lr": 1e-2}
+        return ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
 
 
 OFFLOADED = {"offload": True, "pin_memory": True}
@@ -281,6 +295,9 @@ CASES: dict[str, Callable[[], None]] = (
         "nodes": partial(steps_as_the_cpu_does, SUBJECTS[0], 4, options={"nodes": [0, 0, 1, 1]}),
         "nodes-clipped": partial(steps_as_the_cpu_does, SUBJECTS[0], 3, options={"nodes": [0, 0, 1], "max_norm": 1.0}),
         "nodes-waits": partial(waits_once_a_step, SUBJECTS[0], nodes=[0, 0]),
+        "rounded-0": partial(steps_as_the_cpu_does, Rounded(0), 3),
+        "rounded-1": partial(steps_as_the_cpu_does, Rounded(1), 3),
+        "rounded-2-offloaded": partial(steps_as_the_cpu_does, Rounded(2), 2, torch.bfloat16, OFFLOADED),
         "edits": edits_of_gradients_are_noticed,
         "launches": launches_few_kernels_a_bucket,
         "captured-2-ranks": partial(replays_have_the_bits_of_eager_steps, 2, torch.float32),

@@ -14,7 +14,10 @@ from tests.launching import Jobs
 pytestmark = [pytest.mark.launch, pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")]
 
 # Of each kind one: what `make test` runs.
-SMOKE = {"OneBitAdam-0-1-ranks", "OneBitAdam-0-waits", "OneBitLamb-1-waits", "edits", "launches", "captured-counts"}
+SMOKE = {
+    *("OneBitAdam-0-1-ranks", "OneBitAdam-0-waits", "OneBitLamb-1-waits"),
+    *("rounded-1", "edits", "launches", "captured-counts"),
+}
 
 
 def _case_of(item: pytest.Item) -> str | None:
