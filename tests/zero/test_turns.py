@@ -158,6 +158,7 @@ def test_a_step_cut_short_while_weights_move_is_the_last(
 @every_case
 @on_threads(1)
 def test_one_rank_alone_goes_on_in_a_fork(comm: Communicator, kind: str, stage: int, frozen: bool) -> None:
+    torch.set_num_threads(1)  # of this thread: a fork has none of the others that OpenMP would wait for
     model, optimizer = begun(comm, kind, stage, frozen)
     process = os.fork()
     if process == 0:
