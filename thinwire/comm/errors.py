@@ -1,11 +1,15 @@
 """Errors of communication. After a failure the ranks hold a roll call, in which each says at which call it stands: the
-silent are to blame."""
+silent are to blame. And what a schema found wrong, in a line."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class CommunicationError(RuntimeError):
@@ -95,3 +99,16 @@ def describe_failure(
     kind = CommunicationTimeout if timeout is not None else CommunicationError
     message = f"{call} {what} on rank {rank} of {size}: {reason}{details}"
     return kind(message, ranks=blamed, collective=call.signature)
+
+
+_LONGEST_PLACE = 200
+
+
+def first_fault(error: ValidationError, whole: str = "", parts: Collection[str] | None = None) -> str | None:
+    """The first thing that is wrong, and where in `whole` it is; among these `parts` of it, None if nothing is."""
+    for detail in error.errors(include_input=False, include_url=False, include_context=False):
+        if parts is None or (detail["loc"] and detail["loc"][0] in parts):
+            # Keys come from the file too, and may hold anything.
+            names = [part if isinstance(part, str) and part.isprintable() else repr(part) for part in detail["loc"]]
+            return f"{'.'.join(part for part in (whole, *names) if part)[:_LONGEST_PLACE]}: {detail['msg']}"
+    return None

@@ -21,6 +21,7 @@ from thinwire.compress.packet_layout import (
     DEFAULT_BLOCK_SIZE,
     HEADER_BYTES,
     SCALE_BYTES,
+    BlockCodecName,
     CodecName,
     codec_packet_bytes,
     scale_block,
@@ -115,9 +116,7 @@ class _BlockCodec(Codec):
 
     has_kernels = True
 
-    def __init__(
-        self, name: Literal["sign1", "stat2", "int4", "fp8", "int8"], identifier: int, block_size: int
-    ) -> None:
+    def __init__(self, name: BlockCodecName, identifier: int, block_size: int) -> None:
         self.name = name
         self.identifier = identifier
         self.block_size = block_size

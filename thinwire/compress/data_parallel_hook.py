@@ -13,12 +13,13 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from thinwire import comm as communication
 from thinwire.comm.agreement import check_same_on_every_rank, on_every_rank
+from thinwire.comm.errors import first_fault
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.exchange import Exchange, bring_headers
 from thinwire.compress.kernels.loading import compiled_backend
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName, shard_numel
 
-_Count = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class _SavedBucket(BaseModel):
@@ -113,9 +114,7 @@ class CompressionState:
         try:
             saved = _SavedHook.model_validate(state)
         except ValidationError as error:
-            first = error.errors(include_input=False, include_url=False)[0]
-            place = ".".join(map(repr, first["loc"]))[:200]
-            raise ValueError(f"the hook's state is not as it was saved: {place}: {first['msg']}") from None
+            raise ValueError(f"the hook's state is not as it was saved: {first_fault(error)}") from None
         for name, mine in self._settings().items():
             if state[name] != mine:
                 raise ValueError(

@@ -6,7 +6,8 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
-CodecName = Literal["sign1", "stat2", "int4", "fp8", "int8", "bf16", "fp16", "none"]
+BlockCodecName = Literal["sign1", "stat2", "int4", "fp8", "int8"]
+CodecName = Literal[BlockCodecName, "bf16", "fp16", "none"]
 
 HEADER_BYTES = 16
 SCALE_BYTES = 4

@@ -16,9 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from thinwire.comm.errors import first_fault
 from thinwire.engine.checkpoint.client_state import SpecialValue
 from thinwire.engine.checkpoint.manifest import Manifest
-from thinwire.zero.saved_state import Count, first_fault, unlike
+from thinwire.zero.saved_state import Count, unlike
 
 
 class _Part(BaseModel):

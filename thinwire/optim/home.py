@@ -3,7 +3,6 @@ name, so that it outlives buckets, homes and numbers of ranks."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -27,7 +26,7 @@ from thinwire.optim.storage import (
 )
 from thinwire.zero.home import TRAFFIC, Home
 from thinwire.zero.master_weights import runs_in
-from thinwire.zero.rank_state import OneRankState
+from thinwire.zero.rank_state import OneRankState, warn_of_lost_residuals
 from thinwire.zero.saved_state import (
     DamagedStateError,
     SavedSlice,
@@ -284,18 +283,6 @@ def ranks_to_resume(source: SliceSource, comm: Communicator, nodes: Sequence[int
         if TRAFFIC not in source.rank_keys(rank):
             return None
     return ranks
-
-
-def warn_of_lost_residuals(source: SliceSource, comm: Communicator) -> None:
-    """Warn that an optimizer that compresses begins without residuals."""
-    saved_by = f"rank {source.rank}" if isinstance(source, OneRankState) else "a job"
-    warnings.warn(
-        f"this state was saved by {saved_by} of {source.world_size} and is loaded by rank {comm.rank} of {comm.size}, "
-        "or on other nodes: error-feedback residuals belong to one rank, so they start from zero here. To keep them, "
-        "save and load state_dict() on every rank",
-        RuntimeWarning,
-        stacklevel=6,
-    )
 
 
 def slices(group: FreezeGroup, names: Sequence[str], rank: int) -> list[SavedSlice]:

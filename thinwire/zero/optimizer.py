@@ -39,7 +39,6 @@ from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 _COMPARED_EVERY = 100
 """Steps between two comparisons of replicas that every rank steps by itself, or adds differences to."""
 
-
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
 

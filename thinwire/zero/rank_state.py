@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,7 @@ from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import check_same_on_every_rank, on_every_rank
+from thinwire.comm.errors import first_fault
 from thinwire.zero.saved_state import (
     Count,
     DamagedStateError,
@@ -22,7 +24,6 @@ from thinwire.zero.saved_state import (
     SavedSlice,
     SliceSource,
     fault_of_settings,
-    first_fault,
     group_settings,
     plain_settings,
 )
@@ -263,3 +264,15 @@ def _exchange(comm: Communicator, mine: dict[str, Any]) -> list[dict[str, Any]]:
         torch.load(io.BytesIO(row[:length].numpy().tobytes()), weights_only=True)
         for row, length in zip(rows, lengths, strict=True)
     ]
+
+
+def warn_of_lost_residuals(source: SliceSource, comm: Communicator) -> None:
+    """Warn that an optimizer that compresses begins without residuals."""
+    saved_by = f"rank {source.rank}" if isinstance(source, OneRankState) else "a job"
+    warnings.warn(
+        f"this state was saved by {saved_by} of {source.world_size} and is loaded by rank {comm.rank} of {comm.size}, "
+        "or on other nodes: error-feedback residuals belong to one rank, so they start from zero here. To keep them, "
+        "save and load state_dict() on every rank",
+        RuntimeWarning,
+        stacklevel=6,
+    )

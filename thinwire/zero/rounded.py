@@ -12,7 +12,6 @@ steps all weights: there leg 2 brings the average itself through C, with the own
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -29,6 +28,7 @@ from thinwire.zero.gradient_seal import Seal
 from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.master_weights import FlatBucket, ShardedParameters, runs_in
 from thinwire.zero.placement import Averaging
+from thinwire.zero.rank_state import warn_of_lost_residuals
 from thinwire.zero.saved_state import AVERAGE_RESIDUAL, DamagedStateError, SavedSlice, SliceSource, mean_over_ranks
 
 _OF_RANK = "gradient_residual"
@@ -271,19 +271,13 @@ def load_residuals(
     gradients: Sequence[RoundedGradients], source: SliceSource, names: Sequence[str], comm: Communicator
 ) -> None:
     """Take over the residuals of all buckets, with a warning if they are there and cannot be had."""
-    ranks = ranks_with_residuals(gradients, source, names, comm) if gradients else None
+    ranks = ranks_with_residuals(gradients, source, names, comm)
     for one in gradients:
         one.reset()
         if ranks is not None:
             one.load(source, names, ranks)
-    if gradients and ranks is None and _was_rounded(source):
-        warnings.warn(
-            f"this state was saved by a job of {source.world_size} ranks and is loaded by rank {comm.rank} of "
-            f"{comm.size}: error-feedback residuals belong to one rank, so they start from zero here. To keep them, "
-            "save and load state_dict() on every rank",
-            RuntimeWarning,
-            stacklevel=6,
-        )
+    if ranks is None and _was_rounded(source):
+        warn_of_lost_residuals(source, comm)
 
 
 def _was_rounded(source: SliceSource) -> bool:

@@ -12,6 +12,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from thinwire.comm.errors import first_fault
+
 
 @dataclass(frozen=True)
 class SavedSlice:
@@ -139,7 +141,6 @@ _NO_STATE = frozenset({"weight", "master", AVERAGE_RESIDUAL})
 _SCALAR = "scalar."
 # The form of a value that has no dimension follows from nothing but its name.
 _ONE, _NUMBER = "[1]", "[number]"
-_LONGEST_PLACE = 200
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,16 +186,6 @@ def check_weights(source: SliceSource, names: Iterable[str], parameters: Iterabl
     for name, parameter in zip(names, parameters, strict=True):
         if parameter.numel() and (parameter.dtype != torch.float32 or source.dtype_of("master", name) is None):
             check_saved(source, "weight", name)
-
-
-def first_fault(error: ValidationError, whole: str = "", parts: Collection[str] | None = None) -> str | None:
-    """The first thing that is wrong, and where in `whole` it is; among these `parts` of it, None if nothing is."""
-    for detail in error.errors(include_input=False, include_url=False, include_context=False):
-        if parts is None or (detail["loc"] and detail["loc"][0] in parts):
-            # Keys come from the file too, and may hold anything.
-            names = [part if isinstance(part, str) and part.isprintable() else repr(part) for part in detail["loc"]]
-            return f"{'.'.join(part for part in (whole, *names) if part)[:_LONGEST_PLACE]}: {detail['msg']}"
-    return None
 
 
 def fault_of_settings(mine: Mapping[str, Any], saved: Mapping[str, Any], path: str) -> str | None:

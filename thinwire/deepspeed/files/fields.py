@@ -26,10 +26,10 @@ from pydantic import (
 )
 from torch import Tensor
 
+from thinwire.comm.errors import first_fault
 from thinwire.deepspeed.files.pickles import Record
 from thinwire.engine.errors import CheckpointError
 from thinwire.zero import SavedSlice
-from thinwire.zero.saved_state import first_fault
 
 _NO_LENGTH = 1 << 62
 _SHORT = reprlib.Repr()

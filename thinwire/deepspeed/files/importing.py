@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from thinwire.comm import threads
+from thinwire.comm.errors import first_fault
 from thinwire.deepspeed.files.fields import (
     ClassByName,
     Configuration,
@@ -36,7 +37,6 @@ from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
 from thinwire.engine.errors import CheckpointError, UsageError, printable
 from thinwire.engine.saved_job import SavedJob, json_part
 from thinwire.optim import registry
-from thinwire.zero.saved_state import first_fault
 
 _ALONE_SECONDS = 3600.0
 _WORK = "import"

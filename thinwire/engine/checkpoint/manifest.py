@@ -24,10 +24,10 @@ from pydantic_core import CoreSchema, core_schema
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from thinwire.comm.errors import first_fault
 from thinwire.engine.checkpoint.files import DTYPES, NotAFileError, dtype_name, read_file
 from thinwire.engine.errors import CheckpointError
 from thinwire.zero import SavedSlice
-from thinwire.zero.saved_state import first_fault
 
 MANIFEST = "manifest.json"
 LATEST = "latest"

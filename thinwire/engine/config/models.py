@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
+from thinwire.compress.packet_layout import BlockCodecName
 from thinwire.optim.settings import WholeNumber
 
 
@@ -33,7 +34,6 @@ _OTHER_NAMES = {
     **{name: "bf16" for name in ("bfp16", "bfloat16", "torch.bfloat16")},
 }
 
-CodecOfBlocks = Literal["sign1", "stat2", "int4", "fp8", "int8"]
 FloatName = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_short_name)]
 
 UNCLIPPED = (
@@ -242,7 +242,7 @@ class EngineConfig(Section):
     zero_optimization: ZeroConfig = ZeroConfig()
     data_types: DataTypesConfig = DataTypesConfig()
     communication_data_type: FloatName | None = None
-    communication_codec: CodecOfBlocks | tuple[CodecOfBlocks, CodecOfBlocks] | None = None
+    communication_codec: BlockCodecName | tuple[BlockCodecName, BlockCodecName] | None = None
     prescale_gradients: bool = False
     gradient_predivide_factor: float = Field(default=1.0, gt=0)
     gradient_allreduce_op: Literal["mean", "avg", "sum"] = "mean"

@@ -18,7 +18,8 @@ from thinwire.optim.diloco.fragments import Fragment, Piece
 from thinwire.optim.diloco.outer import Arrived, OuterState, UnderWay
 from thinwire.optim.diloco.outer_weights import KeptMomentum, OuterWeights
 from thinwire.optim.diloco.worker import Worker
-from thinwire.optim.home import ranks_to_resume, warn_of_lost_residuals
+from thinwire.optim.home import ranks_to_resume
+from thinwire.zero.rank_state import warn_of_lost_residuals
 from thinwire.zero.saved_state import (
     Count,
     Counters,
