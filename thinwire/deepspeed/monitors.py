@@ -11,7 +11,7 @@ from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.engine.config.models import EngineConfig, MonitorConfig, WandbConfig
 from thinwire.engine.flops_profiler import FlopsProfiler
-from thinwire.engine.monitor import Monitor, log_folder
+from thinwire.engine.monitor import SECTIONS, Monitor, place_of
 
 
 class DeepSpeedFlopsProfiler(FlopsProfiler):
@@ -27,11 +27,12 @@ class _SectionMonitor(Monitor):
     `comm`: by default that of the job. Collective; raises as `Monitor` does.
     """
 
-    _section: ClassVar[str]
+    _place: ClassVar[str]
 
     def __init__(self, config: EngineConfig | MonitorConfig | WandbConfig, comm: Communicator | None = None) -> None:
-        section = getattr(config, self._section) if isinstance(config, EngineConfig) else config
-        super().__init__(comm or communication.init(), **_place(self._section, section))
+        section = getattr(config, SECTIONS[self._place]) if isinstance(config, EngineConfig) else config
+        places: dict[str, Any] = {self._place: place_of(section)}
+        super().__init__(comm or communication.init(), **places)
         for key in type(section).model_fields:
             setattr(self, key, getattr(section, key))
 
@@ -39,38 +40,27 @@ class _SectionMonitor(Monitor):
 class TensorBoardMonitor(_SectionMonitor):
     """Event files, of the section "tensorboard"."""
 
-    _section = "tensorboard"
+    _place = "tensorboard"
 
 
 class CsvMonitor(_SectionMonitor):
     """CSV files, of the section "csv_monitor"."""
 
-    _section = "csv_monitor"
+    _place = "csv"
 
 
 class WandbMonitor(_SectionMonitor):
     """A run of Weights & Biases, of the section "wandb"."""
 
-    _section = "wandb"
+    _place = "wandb"
 
 
 class MonitorMaster(Monitor):
     """All that a configuration has enabled. Collective; raises as `Monitor` does."""
 
     def __init__(self, config: EngineConfig, comm: Communicator | None = None) -> None:
-        places: dict[str, Any] = {}
-        for name in ("tensorboard", "csv_monitor", "wandb"):
-            places |= _place(name, getattr(config, name))
+        places: dict[str, Any] = {name: place_of(getattr(config, section)) for name, section in SECTIONS.items()}
         super().__init__(comm or communication.init(), **places)
-
-
-def _place(name: str, section: Any) -> dict[str, Any]:
-    """What Monitor is given for a section; nothing for one that is off."""
-    if not section.enabled:
-        return {}
-    if name == "wandb":
-        return {"wandb": section}
-    return {name.removesuffix("_monitor"): log_folder(section.output_path, section.job_name)}
 
 
 _FOLDER, _WANDB = MonitorConfig(), WandbConfig()

@@ -302,7 +302,7 @@ class StepBackwards:
         """
         ready = self.accumulation.ready or self.accumulation.inside_no_sync
         groups = self._optimizer.param_groups
-        if ready or self.losses.count or not any(_has_gradient(group["params"]) for group in groups):
+        if ready or self.losses.count or all(one.grad is None for group in groups for one in group["params"]):
             return
         if self._job.layer_drop is not None:
             raise CallError(
@@ -342,7 +342,3 @@ class StepBackwards:
         self.accumulation.begin_step()
         if self._job.loss_scale is not None:
             self._optimizer.summed, self._optimizer.loss_scale = 1, self._job.loss_scale.value
-
-
-def _has_gradient(parameters: list[Tensor]) -> bool:
-    return any(parameter.grad is not None for parameter in parameters)

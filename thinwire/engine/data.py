@@ -11,13 +11,13 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank
@@ -163,14 +163,27 @@ class ResumableLoader:
 
         def check() -> int:
             samples = _checked_length(dataset)
-            _check_numbers(samples, micro_batch_size, comm.size, drop_last, seed, num_workers)
+            if micro_batch_size < 1:
+                raise ValueError(f"micro_batch_size must be at least 1, not {micro_batch_size}")
+            if seed < 0 or num_workers < 0:
+                raise ValueError(f"seed and num_workers must not be negative, not {seed} and {num_workers}")
+            if samples == 0:
+                raise ValueError("the dataset is empty")
+            if drop_last and samples < micro_batch_size * comm.size:
+                raise ValueError(
+                    f"{samples} samples do not fill one global batch of {micro_batch_size * comm.size} "
+                    f"({micro_batch_size} on each of {comm.size} ranks): use a smaller micro batch, fewer ranks, or "
+                    "drop_last=False"
+                )
             return samples
 
         samples = on_every_rank(comm, check, "build its data loader", (TypeError, ValueError))
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self._comm = comm
-        self._dealer = Dealer(SampleOrder(samples, shuffle, seed), micro_batch_size, comm.size, drop_last)
+        order = SampleOrder(samples, shuffle, seed)
+        self._order = asdict(order)
+        self._dealer = Dealer(order, micro_batch_size, comm.size, drop_last)
         _check_same(comm, "data loaders", {"micro_batch_size": micro_batch_size, "drop_last": drop_last, **self._order})
         self.epoch = 0
         self.consumed = 0
@@ -237,11 +250,6 @@ class ResumableLoader:
         if not 0 <= consumed <= state["samples"]:
             raise ValueError(f"a data position of {consumed} does not lie in an epoch of {state['samples']} samples")
 
-    @property
-    def _order(self) -> dict[str, Any]:
-        order = self._dealer.order
-        return {"samples": order.samples, "shuffle": order.shuffle, "seed": order.seed}
-
     def _run(self, loop: int) -> Iterator[Any]:
         for batch in self._fetching if self._dealer.has_batch(self.consumed) else ():
             self._check_current(loop)
@@ -259,31 +267,31 @@ class ResumableLoader:
             )
 
 
-class _Remaining(Sampler[RankBatch]):
+@dataclass(frozen=True)
+class _Remaining:
     """What a loader still has to fetch in its epoch, as the sampler of a DataLoader."""
 
-    def __init__(self, loader: ResumableLoader) -> None:
-        self._loader = loader
+    loader: ResumableLoader
 
     def __iter__(self) -> Iterator[RankBatch]:
-        loader = self._loader
+        loader = self.loader
         return loader._dealer.batches(loader.epoch, loader.consumed, loader._comm.rank)
 
 
+@dataclass(frozen=True)
 class _Batches(Dataset[Any]):
     """A dataset whose items are whole batches, made in the worker with their own random numbers."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self._dataset = dataset
-        self._collate = collate
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
 
     def __getitem__(self, batch: RankBatch) -> Any:
         with seeded(batch.seed):
-            if hasattr(self._dataset, "__getitems__"):
-                samples = self._dataset.__getitems__(batch.indices)
+            if hasattr(self.dataset, "__getitems__"):
+                samples = self.dataset.__getitems__(batch.indices)
             else:
-                samples = [self._dataset[index] for index in batch.indices]
-            return self._collate(samples)
+                samples = [self.dataset[index] for index in batch.indices]
+            return self.collate(samples)
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -301,23 +309,6 @@ def _checked_length(dataset: Any) -> int:
         return len(dataset)
     except TypeError as error:
         raise TypeError(f"{kind} has no length ({error}): give it a __len__, which an epoch's order needs") from error
-
-
-def _check_numbers(
-    samples: int, micro_batch_size: int, world_size: int, drop_last: bool, seed: int, num_workers: int
-) -> None:
-    if micro_batch_size < 1:
-        raise ValueError(f"micro_batch_size must be at least 1, not {micro_batch_size}")
-    if seed < 0 or num_workers < 0:
-        raise ValueError(f"seed and num_workers must not be negative, not {seed} and {num_workers}")
-    if samples == 0:
-        raise ValueError("the dataset is empty")
-    if drop_last and samples < micro_batch_size * world_size:
-        raise ValueError(
-            f"{samples} samples do not fill one global batch of {micro_batch_size * world_size} "
-            f"({micro_batch_size} on each of {world_size} ranks): use a smaller micro batch, fewer ranks, or "
-            "drop_last=False"
-        )
 
 
 def _check_same(comm: Communicator, what: str, mine: Mapping[str, Any]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -165,15 +165,13 @@ class Engine:
         self.micro_steps -= self._accumulation.micro_batches
         self._begin_step()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside only add up, beyond what `gradient_accumulation_steps` does; they take no step().
 
         At every stage, and nested as you like; from stage 2 on their gradients leave all the same. Raises CallError
         between the last backward of a step and its step().
         """
-        with self._accumulation.no_sync():
-            yield
+        return self._accumulation.no_sync()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the step() that ends the current micro-batch moves the weights."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
@@ -119,10 +120,10 @@ class FlopsProfiler:
         `step`: what else is known of the step it was measured in. Raises OSError where the file cannot be written.
         """
         self._note_totals()
-        factor = 2 + self.recompute_fwd_factor
-        step = StepCost(None, None, None, 1, 0, factor) if step is None else step
+        step = StepCost() if step is None else step
         costs = self.module_costs()
-        lines = [f"profile of a step after {profile_step} steps, one rank", *_step_lines(costs[0], step)]
+        lines = [f"profile of a step after {profile_step} steps, one rank"]
+        lines += _step_lines(costs[0], step, 2 + self.recompute_fwd_factor)
         lines += ["", "modules by class", *_top_lines(costs, module_depth, top_modules)]
         if detailed:
             lines += ["", "all modules; operations and times are of the forward", *_detailed_table(costs)]
@@ -229,31 +230,22 @@ class _Tally:
             self.seconds += seconds_now() - start
 
 
-class _WholeModel:
+class _WholeModel(nullcontext[None]):
     """In the place of the counter's tracker of modules: everything belongs to one."""
 
     parents = frozenset({"Global"})
 
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, *raised: object) -> None:
-        return
-
 
 def _modules(model: nn.Module, ignored: tuple[type[nn.Module], ...]) -> list[tuple[str, nn.Module, int]]:
     """(name, module, depth) of `model` and what is inside, each once."""
-    seen: dict[nn.Module, tuple[str, nn.Module, int]] = {}
-
-    def walk(one: nn.Module, name: str, depth: int) -> None:
-        if one in seen or (depth and isinstance(one, ignored)):
-            return
-        seen[one] = (name, one, depth)
-        for key, child in one.named_children():
-            walk(child, f"{name}.{key}" if name else key, depth + 1)
-
-    walk(model, "", 0)
-    return list(seen.values())
+    found = [("", model, 0)]
+    left_out: tuple[str, ...] = ()
+    for name, module in list(model.named_modules())[1:]:
+        if isinstance(module, ignored) or name.startswith(left_out):
+            left_out += (f"{name}.",)
+        else:
+            found.append((name, module, 1 + name.count(".")))
+    return found
 
 
 _PREFIXES = ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " K"))
@@ -283,18 +275,20 @@ class ModuleCost:
 @dataclass(frozen=True)
 class StepCost:
     """A step of one rank: seconds in the forward and backward of a micro-batch and in moving the weights; None for what
-    was not timed. `backward_factor`: operations of the backward for one of the forward, as an estimate."""
+    was not timed."""
 
-    forward: float | None
-    backward: float | None
-    step: float | None
-    micro_batches: int
-    samples: int
-    backward_factor: float
+    forward: float | None = None
+    backward: float | None = None
+    step: float | None = None
+    micro_batches: int = 1
+    samples: int = 0
 
 
-def _step_lines(model: ModuleCost, step: StepCost) -> list[str]:
-    """The model as a whole, and the step that it was measured in."""
+def _step_lines(model: ModuleCost, step: StepCost, factor: float) -> list[str]:
+    """The model as a whole, and the step that it was measured in.
+
+    `factor`: operations of the backward for one of the forward, as an estimate.
+    """
     seconds = model.seconds if step.forward is None else step.forward
     lines = [
         f"parameters: {_short_number(model.params)}",
@@ -302,15 +296,14 @@ def _step_lines(model: ModuleCost, step: StepCost) -> list[str]:
         f"{_speed(model.flops, seconds)}",
     ]
     if step.backward is not None:
-        flops = step.backward_factor * model.flops
-        lines.append(f"backward: {_short_seconds(step.backward)}, {_speed(flops, step.backward)}")
-        lines[-1] += f" at {step.backward_factor:g} times the forward's operations"
+        speed = _speed(factor * model.flops, step.backward)
+        lines.append(f"backward: {_short_seconds(step.backward)}, {speed} at {factor:g} times the forward's operations")
     if step.step is not None:
         lines.append(f"moving the weights: {_short_seconds(step.step)}")
     if step.forward is not None and step.backward is not None and step.step is not None:
         # Were all micro-batches like the one that was timed.
         total = step.micro_batches * (step.forward + step.backward) + step.step
-        flops = (1 + step.backward_factor) * model.flops * step.micro_batches
+        flops = (1 + factor) * model.flops * step.micro_batches
         lines.append(
             f"step of {step.micro_batches} micro-batches: {_short_seconds(total)}, {_speed(flops, total)} a "
             f"rank, {step.samples / total:.1f} samples/s on all ranks"
@@ -349,18 +342,10 @@ def _detailed_table(modules: Sequence[ModuleCost]) -> list[str]:
     rows = [("module", "parameters", "%", "MACs", "%", "forward", "%", "FLOP/s")]
     for one in modules:
         label = "  " * one.depth + (f"{one.name.rpartition('.')[2]}: " if one.name else "") + one.kind
-        rows.append(
-            (
-                label,
-                _short_number(one.params),
-                share(one.params, whole.params),
-                _short_number(one.macs),
-                share(one.macs, whole.macs),
-                _short_seconds(one.seconds),
-                share(one.seconds, whole.seconds),
-                _speed(one.flops, one.seconds),
-            )
-        )
+        params = _short_number(one.params), share(one.params, whole.params)
+        macs = _short_number(one.macs), share(one.macs, whole.macs)
+        seconds = _short_seconds(one.seconds), share(one.seconds, whole.seconds)
+        rows.append((label, *params, *macs, *seconds, _speed(one.flops, one.seconds)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

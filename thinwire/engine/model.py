@@ -75,7 +75,11 @@ class Precision:
             return inputs.to(device=device, dtype=self.dtype if floating else inputs.dtype, non_blocking=True)
         if isinstance(inputs, Mapping):
             placed = {key: self.place(value, device) for key, value in inputs.items()}
-            return _like_mapping(inputs, placed)
+            if not isinstance(inputs, MutableMapping):
+                return placed
+            result = copy.copy(inputs)  # keeps what a tokenizer's output holds besides its tensors
+            result.update(placed)
+            return result
         if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
             return type(inputs)(*(self.place(value, device) for value in inputs))
         if isinstance(inputs, list | tuple):
@@ -114,15 +118,6 @@ def check_model(model: object) -> tuple[nn.Module, torch.device]:
         where = " and ".join(f"{name!r} on {device}" for device, name in places.items())
         raise ValueError(f"the model is on several devices, {where}: move all of it to this rank's device")
     return model, next(iter(places))
-
-
-def _like_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
-    if not isinstance(original, MutableMapping):
-        return values
-    result = copy.copy(original)  # keeps what a tokenizer's output holds besides its tensors
-    for key, value in values.items():
-        result[key] = value
-    return result
 
 
 def put_in_sparse_attention(model: nn.Module, section: Mapping[str, Any]) -> None:
@@ -187,11 +182,15 @@ class LayerDropping:
 
 def _takes(model: nn.Module, names: Set[str]) -> bool:
     """Whether the model's forward knows what to do with keyword arguments of these names."""
-    if _names(model, names):
+    parameters = inspect.signature(model.forward).parameters
+    if names <= parameters.keys():
         return True
-    if not _takes_any_keyword(model):
+    if all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         return False
-    return _looks_up(model, names) or any(_takes(part, names) for part in _parts(model))
+    # Forward's code may hold one of the names, as in `kwargs["pld_theta"]`: a signature cannot say.
+    code = getattr(inspect.unwrap(model.forward), "__code__", None)
+    looked_up = code is not None and not names.isdisjoint(_strings(code))
+    return looked_up or any(_takes(part, names) for part in _parts(model))
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
@@ -201,21 +200,6 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
             yield from _parts(child)
         else:
             yield child
-
-
-def _names(module: nn.Module, names: Set[str]) -> bool:
-    return names <= inspect.signature(module.forward).parameters.keys()
-
-
-def _takes_any_keyword(module: nn.Module) -> bool:
-    kinds = [one.kind for one in inspect.signature(module.forward).parameters.values()]
-    return inspect.Parameter.VAR_KEYWORD in kinds
-
-
-def _looks_up(module: nn.Module, names: Set[str]) -> bool:
-    """Whether forward's code holds one of the names, as `kwargs["pld_theta"]` does: a signature cannot say."""
-    code = getattr(inspect.unwrap(module.forward), "__code__", None)
-    return code is not None and not names.isdisjoint(_strings(code))
 
 
 def _strings(code: CodeType) -> Iterator[str]:

@@ -54,14 +54,21 @@ class ScalarFiles:
                 scalar = self._scalars[name] = self._open(name)
             if sample <= scalar.last:
                 _move_aside(scalar, sample)
-            _append(scalar, f"{sample},{value!r}\n".encode())
-            scalar.last = sample
+            line = f"{sample},{value!r}\n".encode()
+            with scalar.path.open("r+b", buffering=0) as file:
+                file.truncate(scalar.size)
+                file.seek(scalar.size)
+                if file.write(line) != len(line):
+                    raise OSError(f"no space left for {scalar.path}")
+            scalar.last, scalar.size = sample, scalar.size + len(line)
 
     def close(self) -> None:
         """Nothing is open between two writes."""
 
     def _open(self, name: str) -> _Scalar:
-        header = _header(name)
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerow(["sample", name])
+        header = text.getvalue().encode()
         stem = re.sub(r"[^A-Za-z0-9.=+-]", "_", name)
         for number in count(1):
             path = self._folder / (f"{stem}.csv" if number == 1 else f"{stem}.{number}.csv")
@@ -72,15 +79,6 @@ class ScalarFiles:
         values = _values(path)
         size = len(header) + sum(map(len, values))
         return _Scalar(path, max(map(_sample_of, values), default=-1), size)
-
-
-def _append(scalar: _Scalar, line: bytes) -> None:
-    with scalar.path.open("r+b", buffering=0) as file:
-        file.truncate(scalar.size)
-        file.seek(scalar.size)
-        if file.write(line) != len(line):
-            raise OSError(f"no space left for {scalar.path}")
-    scalar.size += len(line)
 
 
 def _move_aside(scalar: _Scalar, sample: int) -> None:
@@ -107,12 +105,6 @@ def _values(path: Path) -> list[bytes]:
 
 def _sample_of(line: bytes) -> int:
     return int(line.partition(b",")[0])
-
-
-def _header(name: str) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(["sample", name])
-    return text.getvalue().encode()
 
 
 class TensorBoardFiles:
@@ -198,7 +190,7 @@ class Monitor:
     """Scalars of a training over the samples it has seen, as TensorBoard events, CSV files, a run of Weights & Biases,
     several of them or none.
 
-    `tensorboard` and `csv` are folders, made where they do not exist; see `log_folder`. `wandb` is a
+    `tensorboard` and `csv` are folders, made where they do not exist. `wandb` is a
     section of a configuration, whatever its `enabled`. Rank 0 writes; the others only check what they are given.
     What a write has taken is on disk when it returns, wandb's once it gets to it. A disk that takes no
     more is a warning, once, and training goes on.
@@ -224,6 +216,8 @@ class Monitor:
         self._warned = False
 
         def open_writers() -> None:
+            if comm.rank:
+                return
             if tensorboard is not None:
                 self._writers.append(TensorBoardFiles(_writable(Path(tensorboard))))
             if csv is not None:
@@ -232,18 +226,13 @@ class Monitor:
                 self._writers.append(WandbRun(wandb))
 
         if self.enabled:
-            action = open_writers if comm.rank == 0 else lambda: None
-            on_every_rank(comm, action, "open its logs", (OSError, ImportError, ValueError))
+            on_every_rank(comm, open_writers, "open its logs", (OSError, ImportError, ValueError))
 
     @classmethod
     def of(cls, comm: Communicator, config: EngineConfig) -> Monitor:
         """One that writes what the sections of `config` have enabled. Collective; raises as the constructor does."""
-        return cls(
-            comm,
-            tensorboard=_folder_of(config.tensorboard),
-            csv=_folder_of(config.csv_monitor),
-            wandb=config.wandb if config.wandb.enabled else None,
-        )
+        places = {name: place_of(getattr(config, section)) for name, section in SECTIONS.items()}
+        return cls(comm, **places)
 
     def write(self, events: Sequence[Event]) -> None:
         """Write (name, value, sample) triples; `sample`: how many samples all ranks have trained on.
@@ -255,7 +244,9 @@ class Monitor:
             try:
                 writer.write(checked)
             except OSError as error:
-                self._warn(error)
+                if not self._warned:
+                    warnings.warn(f"scalars are being lost, training goes on: {error}", RuntimeWarning, stacklevel=2)
+                self._warned = True
 
     write_events = write
 
@@ -265,19 +256,17 @@ class Monitor:
         for writer in writers:
             writer.close()
 
-    def _warn(self, error: OSError) -> None:
-        if not self._warned:
-            warnings.warn(f"scalars are being lost, training goes on: {error}", RuntimeWarning, stacklevel=3)
-        self._warned = True
+
+SECTIONS = {"tensorboard": "tensorboard", "csv": "csv_monitor", "wandb": "wandb"}
+"""Arguments of Monitor -> the sections of a configuration that they follow from."""
 
 
-def log_folder(output_path: str, job_name: str) -> Path:
-    """Where a job's scalars go: `output_path`/`job_name`; an empty `output_path` is the working directory."""
-    return Path(output_path) / job_name
-
-
-def _folder_of(section: MonitorConfig) -> Path | None:
-    return log_folder(section.output_path, section.job_name) if section.enabled else None
+def place_of(section: MonitorConfig | WandbConfig) -> Any:
+    """The argument of Monitor that a section asks for: the folder of its files, or wandb's section itself; None where
+    it is off."""
+    if not section.enabled or isinstance(section, WandbConfig):
+        return section if section.enabled else None
+    return Path(section.output_path) / section.job_name
 
 
 def _writable(folder: Path) -> Path:

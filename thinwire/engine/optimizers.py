@@ -20,7 +20,7 @@ from thinwire.comm.launchers import detect
 from thinwire.engine.config import EngineConfig
 from thinwire.engine.config.models import ZeroConfig
 from thinwire.engine.model import Precision
-from thinwire.engine.recipe import LocalUpdates, Recipe
+from thinwire.engine.recipe import LocalUpdates, Recipe, groups_of
 from thinwire.optim import DiLoCo
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero import ShardedOptimizer
@@ -163,7 +163,7 @@ class OptimizerBuilder:
 
     def _build_stage_3(self, recipe: Recipe, optimizer_class: OptimizerClass) -> FullyShardedOptimizer:
         model, comm, prepared, zero = self.model, self.comm, self.prepared, self.config.zero_optimization
-        groups = recipe.groups()
+        groups = groups_of(recipe.parameters)
         held = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
         broadcast_from_rank_0(comm, [parameter for parameter in held if not prepared.is_placeholder(parameter)])
         averaging = self._averaging(comm)

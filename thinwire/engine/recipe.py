@@ -46,10 +46,6 @@ class Recipe:
     options: dict[str, Any]
     passed_over: int = 0
 
-    def groups(self) -> list[dict[str, Any]]:
-        """The parameters as groups; those that are some already stay the same dicts."""
-        return _groups(self.parameters)
-
     def trains(self) -> set[int]:
         """The ids of the parameters that the optimizer will hold."""
         return _trainable(self.parameters)
@@ -133,7 +129,8 @@ def _check_can_be_taken_over(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _groups(parameters: ParamsT) -> list[dict[str, Any]]:
+def groups_of(parameters: ParamsT) -> list[dict[str, Any]]:
+    """The parameters as groups; those that are some already stay the same dicts."""
     given: list[Any] = list(parameters)
     if not all(isinstance(one, dict) for one in given):
         return [{"params": [one[1] if isinstance(one, tuple) else one for one in given]}]
@@ -157,7 +154,7 @@ def _count_missing(given: ParamsT, held: ParamsT) -> int:
 
 
 def _trainable(parameters: ParamsT) -> set[int]:
-    return {id(one) for group in _groups(parameters) for one in group["params"] if one.requires_grad}
+    return {id(one) for group in groups_of(parameters) for one in group["params"] if one.requires_grad}
 
 
 def check_schedule(given: GivenSchedule | None, optimizer: GivenOptimizer | None) -> None:

@@ -179,9 +179,14 @@ class JobReports:
         if section.enabled:
             self.flops_profiler = FlopsProfiler(job.model, recompute_fwd_factor=section.recompute_fwd_factor)
             if section.output_file:
-                file = Path(section.output_file)
-                action = (lambda: _touch(file)) if comm.rank == 0 else lambda: None
-                on_every_rank(comm, action, "write its profile", (OSError,))
+                file = Path(section.output_file).absolute()
+
+                def touch() -> None:
+                    if comm.rank == 0:
+                        file.parent.mkdir(parents=True, exist_ok=True)
+                        file.open("a").close()
+
+                on_every_rank(comm, touch, "write its profile", (OSError,))
             if comm.rank == 0:
                 self.span = self._profile
         self.monitor = Monitor.of(comm, config)
@@ -240,14 +245,8 @@ class JobReports:
         """Report the step that was profiled, if this was it."""
         section = self._job.config.flops_profiler
         if profiler.started:
-            cost = StepCost(
-                self._profiled.get("forward"),
-                self._profiled.get("backward"),
-                self._profiled.get("step"),
-                self._job.config.gradient_accumulation_steps,
-                samples,
-                2 + section.recompute_fwd_factor,
-            )
+            micro_batches = self._job.config.gradient_accumulation_steps
+            cost = StepCost(**self._profiled, micro_batches=micro_batches, samples=samples)
             try:
                 profiler.print_model_profile(
                     self.steps, section.module_depth, section.top_modules, section.detailed, section.output_file, cost
@@ -270,8 +269,3 @@ class JobReports:
             "Train/frozen": None if frozen is None else float(frozen),
         }
         self.monitor.write([(name, value, summary.samples) for name, value in scalars.items() if value is not None])
-
-
-def _touch(file: Path) -> None:
-    file.absolute().parent.mkdir(parents=True, exist_ok=True)
-    file.open("a").close()

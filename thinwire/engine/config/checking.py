@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from thinwire.engine.config.errors import AUTO, ConfigError, shown
+from thinwire.engine.config.errors import AUTO, ConfigError, dotted, shown
 from thinwire.engine.config.loading import load_config, read_json_object
 from thinwire.engine.config.models import OWN_PEAK, UNCLIPPED, EngineConfig, Remarks
 from thinwire.engine.config.options import SCHEDULES
@@ -17,8 +17,12 @@ from thinwire.engine.config.sections import options_of
 from thinwire.engine.errors import printable
 
 _BATCH_SIZES = {"train_batch_size": None, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
-# The defaults of transformers' TrainingArguments; what is not here the Trainer leaves to the engine.
-_DEFAULTS: Mapping[str, Any] = {
+# Follows from the length of the data: as long as any, so that other steps fit into it.
+_TOTAL_STEPS, _ANY_NUMBER_OF_STEPS = "scheduler.params.total_num_steps", 10**9
+# The defaults of transformers' TrainingArguments; what is None the Trainer leaves to the engine.
+_FILLED: Mapping[str, Any] = {
+    **dict.fromkeys(AUTO),
+    **_BATCH_SIZES,
     "gradient_clipping": 1.0,
     "fp16.enabled": False,
     "bf16.enabled": False,
@@ -29,10 +33,9 @@ _DEFAULTS: Mapping[str, Any] = {
     "scheduler.params.warmup_min_lr": 0.0,
     "scheduler.params.warmup_max_lr": 5e-5,
     "scheduler.params.warmup_num_steps": 0,
+    _TOTAL_STEPS: _ANY_NUMBER_OF_STEPS,
 }
-# Follows from the length of the data: as long as any, so that other steps fit into it.
-_TOTAL_STEPS = "scheduler.params.total_num_steps"
-_ANY_NUMBER_OF_STEPS = 10**9
+_SECTIONS = {path[:end] for path in _FILLED for end in range(len(path)) if path[end] == "."}
 
 
 def check_file(path: Path, world_size: int | None) -> int:
@@ -41,8 +44,7 @@ def check_file(path: Path, world_size: int | None) -> int:
     None: as many ranks as its three batch sizes ask for, or one.
     """
     try:
-        given = read_json_object(path)
-        tree, left_open = _fill_as_trainer(given)
+        tree, filled = _fill_as_trainer(read_json_object(path))
         ranks = world_size if world_size is not None else _ranks_asked_for(tree)
         config = load_config(tree, ranks)
     except ConfigError as error:
@@ -51,10 +53,16 @@ def check_file(path: Path, world_size: int | None) -> int:
             print(f"- {problem}" if problem.endswith(("?", ".")) else f"- {problem}.")
         return 1
     print(printable(f"{path} can train:"))
-    for sentence in left_open:
-        print(printable(f"- {sentence}"))
-    if (schedule := config.scheduler) is not None:
-        schedule = schedule.model_copy(update={"params": _show_as_auto(given, schedule.params)})
+    if filled:
+        told = ", ".join(sorted(path + default for path, default in filled.items()))
+        print(
+            printable(
+                '- Filled in by Hugging Face\'s Trainer, as they are "auto", and shown here with the defaults of its '
+                f"TrainingArguments where they have one: {told}. Without a Trainer, write the values"
+            )
+        )
+    if (schedule := config.scheduler) is not None and _TOTAL_STEPS in filled:
+        schedule = schedule.model_copy(update={"params": {**schedule.params, "total_num_steps": "auto"}})
     rows = list(_rows(config.model_copy(update={"scheduler": schedule}), ranks))
     width = max(len(key) for key, _ in rows)
     for key, value in rows:
@@ -118,60 +126,26 @@ def _ranks_asked_for(tree: Mapping[str, Any]) -> int:
     return train // product if product and train and train % product == 0 else 1
 
 
-def _fill_as_trainer(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """`tree` with TrainingArguments' defaults for every "auto" that the Trainer fills in, and a sentence that says so.
-
-    No sentence where there is none. An "auto" that the Trainer does not know stays.
-    """
-    filled: dict[str, Any] = dict(tree)
-    sizes = {key: tree[key] for key in _BATCH_SIZES if key in tree}
+def _fill_as_trainer(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """`tree` with TrainingArguments' defaults for every "auto" that the Trainer fills in, and these by their paths, in
+    words; an empty one where it leaves the value to the engine. An "auto" that the Trainer does not know stays."""
     # Where one is a number, the others follow from it.
-    all_open = all(_is_auto(size) for size in sizes.values())
-    told = []
-    for path in (*AUTO, *_DEFAULTS, _TOTAL_STEPS):
-        *parents, key = path.split(".")
-        section = _own_section(filled, parents, path)
-        if section is None:
-            continue
-        value = _DEFAULTS.get(path)
-        if path in _BATCH_SIZES:
-            value = _BATCH_SIZES[path] if all_open else None
-        elif path == _TOTAL_STEPS:
-            value = _ANY_NUMBER_OF_STEPS
-        del section[key]
-        if value is not None:
-            section[key] = value
-        plain = value is not None and path != _TOTAL_STEPS
-        told.append(f"{path} {shown(value)}" if plain else path)
-    if not told:
-        return filled, []
-    return filled, [
-        'Filled in by Hugging Face\'s Trainer, as they are "auto", and shown here with the defaults of its '
-        f"TrainingArguments where they have one: {', '.join(sorted(set(told)))}. Without a Trainer, write the values"
-    ]
+    all_open = all(tree.get(key, "auto") == "auto" for key in _BATCH_SIZES)
+    told: dict[str, str] = {}
 
+    def fill(section: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        filled: dict[str, Any] = {}
+        for key, value in section.items():
+            path = dotted(prefix, key)
+            if isinstance(value, Mapping) and path in _SECTIONS:
+                filled[key] = fill(value, path)
+            elif value != "auto" or path not in _FILLED:
+                filled[key] = value
+            else:
+                default = None if path in _BATCH_SIZES and not all_open else _FILLED[path]
+                told[path] = "" if default in (None, _ANY_NUMBER_OF_STEPS) else f" {shown(default)}"
+                if default is not None:
+                    filled[key] = default
+        return filled
 
-def _show_as_auto(tree: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """A schedule's `params` as `tree` has them, where the Trainer alone knows the value."""
-    section = tree.get("scheduler")
-    given = section.get("params") if isinstance(section, Mapping) else None
-    name = _TOTAL_STEPS.rpartition(".")[2]
-    return {**params, name: "auto"} if isinstance(given, Mapping) and _is_auto(given.get(name)) else dict(params)
-
-
-def _own_section(tree: dict[str, Any], parents: list[str], path: str) -> dict[str, Any] | None:
-    """The object under these keys, copied so that it can be changed; None where the value at `path` is no "auto"."""
-    found: Any = tree
-    for key in parents:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    if not isinstance(found, Mapping) or not _is_auto(found.get(path.rpartition(".")[2])):
-        return None
-    section = tree
-    for key in parents:
-        section[key] = dict(section[key])
-        section = section[key]
-    return section
-
-
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
+    return fill(tree, ""), told

@@ -9,9 +9,9 @@ import difflib
 import json
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -38,6 +38,16 @@ scheduler.params."""
 _Model = TypeVar("_Model", bound=BaseModel)
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
 _PLURALS = {int: "whole numbers", float: "numbers", str: "strings"}
+_BOUNDS = {
+    "ge": "at least {}",
+    "gt": "above {}",
+    "le": "at most {}",
+    "lt": "below {}",
+    "multiple_of": "a multiple of {}",
+    "min_length": "not empty",
+    "max_length": "of at most {}",
+}
+"""By the names of annotated_types, whose objects hold one each."""
 
 _LEAST_SIMILARITY = 0.6
 _LONGEST_VALUE = 80
@@ -89,42 +99,36 @@ def validated(
     except ValidationError as error:
         reader = _Reader(model, tree, path, owner, unlisted)
         # One for each field: a long list has an error for each entry.
-        first = {reader.field_of(detail): detail for detail in reversed(error.errors(include_url=False))}
+        first = {tuple(reader.place(detail["loc"])[0]): detail for detail in reversed(error.errors(include_url=False))}
         for detail in reversed(first.values()):
             problems.append(reader.sentence(detail) if len(problems) < MOST_PROBLEMS else detail["msg"])
         return None
 
 
+@dataclass(frozen=True)
 class _Reader:
     """Pydantic's errors about a tree, as sentences."""
 
-    def __init__(
-        self, model: type[BaseModel], tree: Mapping[str, Any], path: str, owner: str, unlisted: frozenset[str]
-    ) -> None:
-        self._model = model
-        self._tree = tree
-        self._path = path
-        self._owner = owner
-        self._unlisted = unlisted
-
-    def field_of(self, detail: ErrorDetails) -> tuple[str, ...]:
-        """The names on the way to the field that an error is about."""
-        return tuple(self._place(detail["loc"])[0])
+    model: type[BaseModel]
+    tree: Mapping[str, Any]
+    path: str
+    owner: str
+    unlisted: frozenset[str]
 
     def sentence(self, detail: ErrorDetails) -> str:
         """One error as a sentence."""
-        names, section, field = self._place(detail["loc"])
-        path = dotted(self._path, *names)
+        names, section, field = self.place(detail["loc"])
+        path = dotted(self.path, *names)
         if detail["type"] == "value_error" and not names:
             return f'"{path}" cannot work: {detail["msg"].removeprefix("Value error, ")}'
         if detail["type"] in ("extra_forbidden", "invalid_key"):
             return self._unknown(path, dotted(*names[:-1]), names[-1], section)
         if detail["type"] == "missing" and len(names) == len(detail["loc"]):
-            return f'"{path}" is missing' + (f": {self._owner} needs it" if self._owner else "")
-        value: Any = self._tree
+            return f'"{path}" is missing' + (f": {self.owner} needs it" if self.owner else "")
+        value: Any = self.tree
         for name in names:
             value = value[name]
-        if isinstance(value, str) and value == "auto" and (self._owner or path in AUTO):
+        if isinstance(value, str) and value == "auto" and (self.owner or path in AUTO):
             return left_auto(path)
         if field is None:
             return f'"{path}" must be {detail["msg"]}, got {shown(value)}'
@@ -132,13 +136,13 @@ class _Reader:
             return f'"{path}" can only be {expected(field)}, got {shown(value)}: {field.description}'
         return f'"{path}" must be {expected(field)}, got {shown(value)}'
 
-    def _place(self, location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel], FieldInfo | None]:
+    def place(self, location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel], FieldInfo | None]:
         """(The names on the way to the field, the model of its section, the field); of an entry of a list, the list.
 
         If a field takes one of several types, pydantic's location goes on with each type, which is no name.
         """
-        inside: type[BaseModel] | None = self._model
-        section, field, names = self._model, None, list[str]()
+        inside: type[BaseModel] | None = self.model
+        section, field, names = self.model, None, list[str]()
         for part in location:
             if inside is None:
                 break
@@ -149,11 +153,11 @@ class _Reader:
 
     def _unknown(self, path: str, prefix: str, key: str, section: type[BaseModel]) -> str:
         known = [name for name, field in section.model_fields.items() if field.description is None]
-        whole = dotted(self._path, prefix)
-        hidden = [other.rpartition(".")[2] for other in self._unlisted if other.rpartition(".")[0] == whole]
-        if self._owner:
-            return f'"{path}" is not a parameter of {self._owner}.{did_you_mean(key, known, hidden)}'
-        elsewhere = [one for one in _all_paths("", self._model) if one.rpartition(".")[2] == key and one != path]
+        whole = dotted(self.path, prefix)
+        hidden = [other.rpartition(".")[2] for other in self.unlisted if other.rpartition(".")[0] == whole]
+        if self.owner:
+            return f'"{path}" is not a parameter of {self.owner}.{did_you_mean(key, known, hidden)}'
+        elsewhere = [one for one in _all_paths("", self.model) if one.rpartition(".")[2] == key and one != path]
         if elsewhere:
             return f'"{path}" is not a known key. It belongs at ' + " or ".join(f'"{one}"' for one in elsewhere) + "."
         return f'"{path}" is not a known key.{did_you_mean(key, known, hidden)}'
@@ -190,23 +194,11 @@ def _words(annotation: Any) -> str:
 def _bounds(metadata: Iterable[Any]) -> str:
     bounds = ""
     for bound in metadata:
-        match bound:
-            case FieldInfo():
-                bounds += _bounds(bound.metadata)
-            case annotated_types.Ge(ge=low):
-                bounds += f", at least {low}"
-            case annotated_types.Gt(gt=low):
-                bounds += f", above {low}"
-            case annotated_types.Le(le=high):
-                bounds += f", at most {high}"
-            case annotated_types.Lt(lt=high):
-                bounds += f", below {high}"
-            case annotated_types.MultipleOf(multiple_of=unit):
-                bounds += f", a multiple of {unit}"
-            case annotated_types.MinLen():
-                bounds += ", not empty"
-            case annotated_types.MaxLen(max_length=most):
-                bounds += f", of at most {most}"
+        if isinstance(bound, FieldInfo):
+            bounds += _bounds(bound.metadata)
+        for name, words in _BOUNDS.items():
+            if hasattr(bound, name):
+                bounds += f", {words.format(getattr(bound, name))}"
     return bounds
 
 
@@ -244,7 +236,10 @@ def shown(value: Any) -> str:
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
-        text = _representation(value)
+        try:
+            text = repr(value)
+        except Exception:  # of an object that the caller put there: its type says enough
+            text = f"a {type(value).__name__}"
     return _shortened(text)
 
 
@@ -256,12 +251,14 @@ def reason(error: Exception) -> str:
 def did_you_mean(name: str, known: Sequence[str], unlisted: Iterable[str] = ()) -> str:
     """' Did you mean "..."?' for the most similar of `known` and `unlisted`; where none is similar, lists `known`."""
     name = _shortened(name)  # comparing takes the square of a name's length
-    names = sorted({*known, *unlisted})
-    similar = {other: _likeness(name, other) for other in names if _ratio(name, other) >= _LEAST_SIMILARITY}
+    similar = [other for other in sorted({*known, *unlisted}) if _ratio(name, other) >= _LEAST_SIMILARITY]
     if not similar:
         return f" Known here: {', '.join(known)}." if known else ""
-    best = max(similar.values())
-    nearest = [f'"{other}"' for other, likeness in similar.items() if likeness == best]
+    # Two swapped letters look like two errors to difflib; compared without their order, they are none.
+    likeness = [
+        _ratio(name, other) + _ratio(*("".join(sorted(one.lower())) for one in (name, other))) for other in similar
+    ]
+    nearest = [f'"{other}"' for other, like in zip(similar, likeness, strict=True) if like == max(likeness)]
     return f" Did you mean {' or '.join(nearest)}?"
 
 
@@ -271,18 +268,6 @@ def _shortened(text: str, longest: int = _LONGEST_VALUE) -> str:
 
 def _in_one_line(text: str, longest: int) -> str:
     return _shortened(printable(_shortened(text, longest)).replace("\n", "\\n"), longest)
-
-
-def _representation(value: Any) -> str:
-    try:
-        return repr(value)
-    except Exception:  # of an object that the caller put there: its type says enough
-        return f"a {type(value).__name__}"
-
-
-def _likeness(name: str, other: str) -> float:
-    # Two swapped letters look like two errors to difflib; compared without their order, they are none.
-    return _ratio(name, other) + _ratio("".join(sorted(name.lower())), "".join(sorted(other.lower())))
 
 
 def _ratio(name: str, other: str) -> float:

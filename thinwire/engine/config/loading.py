@@ -119,8 +119,10 @@ def _load(tree: Mapping[str, Any], world_size: int, label: str) -> EngineConfig:
         problems += check_combinations(config)
     if problems or config is None:
         raise ConfigError(problems, label)
-    unclipped = "gradient_clipping" not in config.model_fields_set
-    return config.with_remarks(Remarks(notes.without_effect, unclipped, own_peak=_leaves_peak_open(config)))
+    unclipped, schedule = "gradient_clipping" not in config.model_fields_set, config.scheduler
+    rises = schedule is not None and schedule.type in ("WarmupLR", "WarmupDecayLR")
+    own_peak = rises and schedule is not None and schedule.params.get("warmup_max_lr") is None
+    return config.with_remarks(Remarks(notes.without_effect, unclipped, own_peak))
 
 
 def _dialect() -> Any:
@@ -147,15 +149,6 @@ def _meant(tree: Mapping[str, Any], prefix: str, model: type[BaseModel], problem
         elif section is None or value is not None:
             kept[key] = value
     return kept
-
-
-def _leaves_peak_open(config: EngineConfig) -> bool:
-    schedule = config.scheduler
-    return (
-        schedule is not None
-        and schedule.type in ("WarmupLR", "WarmupDecayLR")
-        and schedule.params.get("warmup_max_lr") is None
-    )
 
 
 def _fill_batch_sizes(tree: dict[str, Any], world_size: int, problems: list[str]) -> None:

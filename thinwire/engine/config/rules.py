@@ -191,9 +191,7 @@ def _precision(config: EngineConfig) -> Iterator[str]:
     fp16 = config.fp16
     if fp16.enabled and config.bf16.enabled:
         yield '"fp16.enabled" and "bf16.enabled" are both true: a model trains in one precision; keep one of them'
-    if not fp16.enabled:
-        return
-    if not fp16.loss_scale and fp16.min_loss_scale > 2.0**fp16.initial_scale_power:
+    if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > 2.0**fp16.initial_scale_power:
         yield (
             f'"fp16.min_loss_scale" {fp16.min_loss_scale:g} is above the first scale, 2^{fp16.initial_scale_power}: '
             "lower it, or raise fp16.initial_scale_power"
@@ -256,21 +254,15 @@ def _against_local_updates(config: EngineConfig) -> Iterator[str]:
             f'"zero_optimization.stage" 3 does not go with {LOCAL_UPDATES}, whose workers need a whole replica each: '
             "use stage 0, or 1 or 2 to shard a worker's state among its ranks, or AdamW with stage 3"
         )
-    refused = {
-        "zero_optimization.offload_optimizer": zero.offload_optimizer.device == "cpu",
-        "zero_optimization.ignore_unused_parameters": not zero.ignore_unused_parameters,
-        "progressive_layer_drop": config.progressive_layer_drop.enabled,
-    }
-    for path, asked in refused.items():
-        if asked:
-            yield f'"{path}" does not go with {LOCAL_UPDATES}, {_NOT_WITH_LOCAL_UPDATES[path]}: delete it'
-
-
-_NOT_WITH_LOCAL_UPDATES = {
-    "zero_optimization.offload_optimizer": "which reads a worker's whole state at every outer step",
-    "zero_optimization.ignore_unused_parameters": "as ranks would have to ask each other at every step",
-    "progressive_layer_drop": "as ranks cannot agree on the layers they drop in a step that sends nothing",
-}
+    refused = {}
+    if zero.offload_optimizer.device == "cpu":
+        refused["zero_optimization.offload_optimizer"] = "which reads a worker's whole state at every outer step"
+    if not zero.ignore_unused_parameters:
+        refused["zero_optimization.ignore_unused_parameters"] = "as ranks would have to ask each other at every step"
+    if config.progressive_layer_drop.enabled:
+        refused["progressive_layer_drop"] = "as ranks cannot agree on the layers they drop in a step that sends nothing"
+    for path, why in refused.items():
+        yield f'"{path}" does not go with {LOCAL_UPDATES}, {why}: delete it'
 
 
 def _codec(config: EngineConfig) -> Iterator[str]:
@@ -279,8 +271,7 @@ def _codec(config: EngineConfig) -> Iterator[str]:
         yield f'"communication_codec" does not go with {name}, which has "optimizer.params.codec": delete it'
     if config.zero_optimization.stage == 3:
         yield '"communication_codec" does not go with "zero_optimization.stage" 3, which is FSDP2: use stage 0, 1 or 2'
-    others = ("communication_data_type", "prescale_gradients", "gradient_predivide_factor")
-    for key in others:
+    for key in ("communication_data_type", "prescale_gradients", "gradient_predivide_factor"):
         if getattr(config, key) != EngineConfig.model_fields[key].get_default():
             yield f'"communication_codec" says how gradients travel, beside which "{key}" can do nothing: delete one'
 
