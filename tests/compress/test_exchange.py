@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.compress.bodies import exchange_equals_the_algorithm
+from tests.launching import on_threads
 from tests.pairwise import each_once, pairwise
 from thinwire.comm import Communicator, threads
 from thinwire.compress import Exchange, Flags, PacketError, make_codec
@@ -104,17 +105,15 @@ def test_bytes_on_the_wire_and_two_collectives_a_part(numel, parts) -> None:
 
 
 @pytest.mark.parametrize("attribute", ["step", "bucket", "block_size", "codec"])
-def test_a_packet_that_is_not_the_expected_one_is_an_error_on_every_rank(attribute) -> None:
-    def rank(comm):
-        odd = comm.rank == 1
-        exchange = Exchange(comm, 3 * 128, make_codec("sign1", 64), bucket=9 if odd and attribute == "bucket" else 0)
-        if odd and attribute in ("block_size", "codec"):  # the same bytes on the wire but for the header
-            name = "identifier" if attribute == "codec" else attribute
-            setattr(exchange.codec, name, 2 * getattr(exchange.codec, name))
-        with pytest.raises(PacketError, match=f"of {attribute} .* was expected"):
-            both_legs(exchange, torch.zeros(384), step=9 if odd and attribute == "step" else 4)
-
-    threads.run(rank, 3)
+@on_threads(3)
+def test_a_packet_that_is_not_the_expected_one_is_an_error_on_every_rank(comm, attribute) -> None:
+    odd = comm.rank == 1
+    exchange = Exchange(comm, 3 * 128, make_codec("sign1", 64), bucket=9 if odd and attribute == "bucket" else 0)
+    if odd and attribute in ("block_size", "codec"):  # the same bytes on the wire but for the header
+        name = "identifier" if attribute == "codec" else attribute
+        setattr(exchange.codec, name, 2 * getattr(exchange.codec, name))
+    with pytest.raises(PacketError, match=f"of {attribute} .* was expected"):
+        both_legs(exchange, torch.zeros(384), step=9 if odd and attribute == "step" else 4)
 
 
 def test_a_missing_gradient_is_told_to_every_rank_and_padding_stays_zero() -> None:
@@ -128,18 +127,16 @@ def test_a_missing_gradient_is_told_to_every_rank_and_padding_stays_zero() -> No
     assert threads.run(rank, 3) == [(True, True, False)] * 3
 
 
-def test_what_a_captured_step_depends_on_takes_turns_in_two_places() -> None:
-    def rank(comm):
-        exchange, other = (Exchange(comm, 300, make_codec("sign1", BLOCK)) for _ in range(2))
-        places = []
-        for step in range(6):
-            places.append(exchange.places())
-            vector = vector_of(comm, 300, step)
-            assert torch.equal(exchange.average(vector, step), other.average(vector, step))
-        assert places == places[:2] * 3
-        assert all(one != two for one, two in zip(*places[:2], strict=True))
-
-    threads.run(rank, 2)
+@on_threads(2)
+def test_what_a_captured_step_depends_on_takes_turns_in_two_places(comm) -> None:
+    exchange, other = (Exchange(comm, 300, make_codec("sign1", BLOCK)) for _ in range(2))
+    places = []
+    for step in range(6):
+        places.append(exchange.places())
+        vector = vector_of(comm, 300, step)
+        assert torch.equal(exchange.average(vector, step), other.average(vector, step))
+    assert places == places[:2] * 3
+    assert all(one != two for one, two in zip(*places[:2], strict=True))
 
 
 @pytest.mark.parametrize("part", [0.0, 0.001, 1 / 16, 0.5, 1.0])
@@ -211,43 +208,43 @@ def test_less_memory_gives_the_packets_of_an_exchange_with_its_residuals_rounded
 @pytest.mark.parametrize(
     ("ranks", "numel"), [(1, 0), (1, 1001), (2, 5), (2, 600_001), (3, 640), (3, 0), (5, 1001), (5, 2)]
 )
-def test_an_exact_average_has_the_bits_of_an_exchange(ranks: int, numel: int, codec: CodecName) -> None:
-    def rank(comm: Communicator) -> None:
-        exact = make_exact_exchange(comm, numel, make_codec(codec, BLOCK), bucket=3)
-        plain = Exchange(comm, numel, make_codec(codec, BLOCK), bucket=3, error_feedback=False)
-        assert numel < 600_000 or len(exact.parts) > 1
-        assert (exact.padded_numel, exact.parts) == (plain.padded_numel, plain.parts)
-        for step in range(3):
-            vector = vector_of(comm, numel, step)
-            found, wanted = exact.average(vector, step), plain.average(vector, step)
-            assert torch.equal(found, wanted)
-            assert torch.equal(found.signbit(), wanted.signbit())
-
-    threads.run(rank, ranks)
+@on_threads("ranks")
+def test_an_exact_average_has_the_bits_of_an_exchange(
+    comm: Communicator, ranks: int, numel: int, codec: CodecName
+) -> None:
+    exact = make_exact_exchange(comm, numel, make_codec(codec, BLOCK), bucket=3)
+    plain = Exchange(comm, numel, make_codec(codec, BLOCK), bucket=3, error_feedback=False)
+    assert numel < 600_000 or len(exact.parts) > 1
+    assert (exact.padded_numel, exact.parts) == (plain.padded_numel, plain.parts)
+    for step in range(3):
+        vector = vector_of(comm, numel, step)
+        found, wanted = exact.average(vector, step), plain.average(vector, step)
+        assert torch.equal(found, wanted)
+        assert torch.equal(found.signbit(), wanted.signbit())
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_beside_an_exact_average_every_rank_hears_what_one_rank_says(ranks: int, bad: float) -> None:
-    def rank(comm: Communicator) -> None:
-        exchange = make_exact_exchange(comm, 500, make_codec("none", BLOCK), bucket=0)
-        last = comm.rank == comm.size - 1
-        for step, flags in enumerate((Flags.NONE, Flags.INCOMPLETE, Flags.UNPLACED)):
-            vector = vector_of(comm, 500, step)
-            if last and step == 1:
-                vector[499] = bad
-            assert not exchange.has_arrived
-            outcome = both_legs(exchange, vector, step, flags if last else Flags.NONE)
-            assert outcome == Outcome(finite=step != 1, incomplete=step == 1, unplaced=step == 2)
-            assert exchange.has_arrived
-            exchange.read(exchange.payload)
-            assert not exchange.has_arrived
-            assert bool(torch.isfinite(exchange.payload).all()) == outcome.finite
-        both_legs(exchange, vector, 3)
-        exchange.start(4)
+@on_threads("ranks")
+def test_beside_an_exact_average_every_rank_hears_what_one_rank_says(
+    comm: Communicator, ranks: int, bad: float
+) -> None:
+    exchange = make_exact_exchange(comm, 500, make_codec("none", BLOCK), bucket=0)
+    last = comm.rank == comm.size - 1
+    for step, flags in enumerate((Flags.NONE, Flags.INCOMPLETE, Flags.UNPLACED)):
+        vector = vector_of(comm, 500, step)
+        if last and step == 1:
+            vector[499] = bad
         assert not exchange.has_arrived
-
-    threads.run(rank, ranks)
+        outcome = both_legs(exchange, vector, step, flags if last else Flags.NONE)
+        assert outcome == Outcome(finite=step != 1, incomplete=step == 1, unplaced=step == 2)
+        assert exchange.has_arrived
+        exchange.read(exchange.payload)
+        assert not exchange.has_arrived
+        assert bool(torch.isfinite(exchange.payload).all()) == outcome.finite
+    both_legs(exchange, vector, 3)
+    exchange.start(4)
+    assert not exchange.has_arrived
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

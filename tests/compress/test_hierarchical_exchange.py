@@ -12,6 +12,7 @@ from torch import Tensor
 
 import thinwire
 from tests.compress.test_exchange import both_legs
+from tests.launching import on_threads
 from tests.optim.subject import Subject
 from tests.optim.training import make_model, through_a_file, train, weights
 from thinwire.comm import Communicator, threads
@@ -166,23 +167,20 @@ def test_optimizers_learn_the_same_over_nodes(name: str, node_of: list[int]) -> 
 
 
 @pytest.mark.filterwarnings("ignore:this state was saved")
-def test_a_resume_over_the_same_nodes_keeps_residuals_and_over_others_starts_them_anew() -> None:
+@on_threads(5)
+def test_a_resume_over_the_same_nodes_keeps_residuals_and_over_others_starts_them_anew(comm: Communicator) -> None:
     node_of = [0, 0, 0, 1, 1]
-
-    def body(comm: Communicator) -> None:
-        model, optimizer = build(comm, "OneBitAdam", node_of)
-        train(model, optimizer, range(20))
-        saved, state = through_a_file([model.state_dict(), optimizer.state_dict()])
-        train(model, optimizer, range(20, 30))
-        for nodes in (node_of, "flat"):
-            again, resumed = build(comm, "OneBitAdam", nodes, seed=3)
-            again.load_state_dict(saved)
-            resumed.load_state_dict(state)
-            train(again, resumed, range(20, 30))
-            assert torch.equal(weights(again), weights(model)) == (nodes == node_of)
-            assert bool(weights(again).isfinite().all())
-
-    threads.run(body, 5)
+    model, optimizer = build(comm, "OneBitAdam", node_of)
+    train(model, optimizer, range(20))
+    saved, state = through_a_file([model.state_dict(), optimizer.state_dict()])
+    train(model, optimizer, range(20, 30))
+    for nodes in (node_of, "flat"):
+        again, resumed = build(comm, "OneBitAdam", nodes, seed=3)
+        again.load_state_dict(saved)
+        resumed.load_state_dict(state)
+        train(again, resumed, range(20, 30))
+        assert torch.equal(weights(again), weights(model)) == (nodes == node_of)
+        assert bool(weights(again).isfinite().all())
 
 
 def test_nodes_are_found_and_numbered() -> None:
@@ -202,10 +200,8 @@ def test_nodes_are_found_and_numbered() -> None:
 @pytest.mark.parametrize(
     ("node_of", "message"), [([0, 1, 1], "each of the 2 ranks, got 3"), (None, "group them alike")]
 )
-def test_bad_nodes_are_refused_on_every_rank(node_of: list[int] | None, message: str) -> None:
-    def body(comm: Communicator) -> None:
-        given = [0, comm.rank] if node_of is None else node_of
-        with pytest.raises(ValueError, match=message):
-            thinwire.OneBitAdam([torch.nn.Parameter(torch.ones(3))], comm=comm, nodes=given)
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_bad_nodes_are_refused_on_every_rank(comm: Communicator, node_of: list[int] | None, message: str) -> None:
+    given = [0, comm.rank] if node_of is None else node_of
+    with pytest.raises(ValueError, match=message):
+        thinwire.OneBitAdam([torch.nn.Parameter(torch.ones(3))], comm=comm, nodes=given)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.launching import on_threads
 from tests.optim.subject import LOCAL, SUBJECTS, Subject
 from tests.optim.training import weights
 from thinwire.comm import Communicator, threads
@@ -96,17 +97,15 @@ def test_parts_change_no_bit_over_nodes(node_of: list[int], numel: int, part: in
     assert threads.run(body, len(node_of)) == [True] * len(node_of)
 
 
-def test_every_part_has_left_before_the_first_is_waited_for() -> None:
-    def body(comm: Communicator) -> None:
-        exchange = Exchange(comm, 10 * BLOCK * comm.size, make_codec("sign1", BLOCK), part=2 * BLOCK)
-        exchange.start(0)
-        assert dict(comm.traffic.calls_by_collective) == {"all_to_all": 5}
-        exchange.advance()
-        assert dict(comm.traffic.calls_by_collective) == {"all_to_all": 5, "all_gather": 5}
-        exchange.wait()
-        assert exchange.outcome().finite
-
-    threads.run(body, 3)
+@on_threads(3)
+def test_every_part_has_left_before_the_first_is_waited_for(comm: Communicator) -> None:
+    exchange = Exchange(comm, 10 * BLOCK * comm.size, make_codec("sign1", BLOCK), part=2 * BLOCK)
+    exchange.start(0)
+    assert dict(comm.traffic.calls_by_collective) == {"all_to_all": 5}
+    exchange.advance()
+    assert dict(comm.traffic.calls_by_collective) == {"all_to_all": 5, "all_gather": 5}
+    exchange.wait()
+    assert exchange.outcome().finite
 
 
 def test_ranks_that_cut_otherwise_are_told_on_every_rank() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engine.tiny import MICRO, at_stages, equal, loss_of, make_engine, reference, settings, train, weights
-from thinwire.comm import threads
+from tests.launching import on_threads
 from thinwire.engine import CallError, NonFiniteError
 
 
@@ -124,15 +124,13 @@ def test_a_loss_scale_that_stays() -> None:
             _ = scale.scale_window
 
 
-def test_what_is_not_finite_is_told_without_a_loss() -> None:
-    def body(comm):
-        engine = make_engine(comm, settings(1))
-        loss_of(engine, comm.rank, 0).mul(math.nan if comm.rank else 1.0).backward()
-        with pytest.raises(NonFiniteError, match="step 1: the averaged gradient is not finite"):
-            engine.step()
-        assert all(math.isfinite(loss) for loss in train_plainly(engine, range(2)))
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_what_is_not_finite_is_told_without_a_loss(comm) -> None:
+    engine = make_engine(comm, settings(1))
+    loss_of(engine, comm.rank, 0).mul(math.nan if comm.rank else 1.0).backward()
+    with pytest.raises(NonFiniteError, match="step 1: the averaged gradient is not finite"):
+        engine.step()
+    assert all(math.isfinite(loss) for loss in train_plainly(engine, range(2)))
 
 
 def test_one_loss_of_several_engines() -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.engine.tiny import BF16, Tiny, make_engine, make_model, settings, train
+from tests.launching import on_threads
 from thinwire.comm import threads
 from thinwire.engine import CheckpointError
 from thinwire.engine.job_checkpoints import TagError
@@ -98,23 +99,21 @@ class Counting(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_state_of_every_form_comes_back(tmp_path, stage) -> None:
-    def body(comm):
-        engine = make_engine(comm, settings(stage, optimizer=None), optimizer=Counting)
-        train(engine, range(3))
-        engine.save_checkpoint(tmp_path)
-        other = make_engine(comm, settings(stage, optimizer=None), seed=1, optimizer=Counting)
-        other.load_checkpoint(tmp_path)
-        assert train(other, range(3, 5)) == train(engine, range(3, 5))
-        mine, theirs = (
-            {(one.kind, one.name, one.start): one.tensor for one in each.optimizer.saved_slices()}
-            for each in (engine, other)
-        )
-        assert mine.keys() == theirs.keys()
-        assert {"scalar.number[number]", "scalar.one[1]", "scalar.none", "moment"} <= {kind for kind, *_ in mine}
-        assert all(torch.equal(one, theirs[place]) and one.dtype == theirs[place].dtype for place, one in mine.items())
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_state_of_every_form_comes_back(comm, tmp_path, stage) -> None:
+    engine = make_engine(comm, settings(stage, optimizer=None), optimizer=Counting)
+    train(engine, range(3))
+    engine.save_checkpoint(tmp_path)
+    other = make_engine(comm, settings(stage, optimizer=None), seed=1, optimizer=Counting)
+    other.load_checkpoint(tmp_path)
+    assert train(other, range(3, 5)) == train(engine, range(3, 5))
+    mine, theirs = (
+        {(one.kind, one.name, one.start): one.tensor for one in each.optimizer.saved_slices()}
+        for each in (engine, other)
+    )
+    assert mine.keys() == theirs.keys()
+    assert {"scalar.number[number]", "scalar.one[1]", "scalar.none", "moment"} <= {kind for kind, *_ in mine}
+    assert all(torch.equal(one, theirs[place]) and one.dtype == theirs[place].dtype for place, one in mine.items())
 
 
 class Longer(Tiny):
@@ -124,30 +123,28 @@ class Longer(Tiny):
 
 
 @pytest.mark.parametrize(("precision", "optimizer"), [({}, True), (BF16, True), (BF16, False)])
-def test_without_strictness_what_both_have_is_loaded(tmp_path, precision, optimizer) -> None:
-    def body(comm):
-        engine = make_engine(comm, settings(1, **precision))
-        train(engine, range(2))
-        engine.save_checkpoint(tmp_path)
-        longer = make_engine(comm, settings(1, **precision), model=Longer())
-        before = longer.module.head.weight.clone()
-        masters = {one.name: one.tensor.clone() for one in longer.optimizer.saved_slices() if one.kind == "master"}
-        with pytest.raises(CheckpointError, match=r"'head\.weight'"):
-            longer.load_checkpoint(tmp_path)
-        longer.load_checkpoint(tmp_path, load_module_strict=False, load_optimizer_states=optimizer)
-        assert torch.equal(longer.module.head.weight, before)
-        for one in longer.optimizer.saved_slices():
-            if one.kind == "master" and one.name.startswith("head"):
-                assert torch.equal(one.tensor, masters[one.name])
-        assert torch.equal(longer.module.layers[1].up.weight, engine.module.layers[1].up.weight)
-        # And the other way round: what the model lacks is passed over.
-        longer.save_checkpoint(tmp_path / "longer")
-        back = make_engine(comm, settings(1, **precision), seed=2)
-        back.load_checkpoint(tmp_path / "longer", load_module_strict=False, load_optimizer_states=False)
-        assert torch.equal(back.module.mix.weight, engine.module.mix.weight)
-        assert train(back, [2])
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_without_strictness_what_both_have_is_loaded(comm, tmp_path, precision, optimizer) -> None:
+    engine = make_engine(comm, settings(1, **precision))
+    train(engine, range(2))
+    engine.save_checkpoint(tmp_path)
+    longer = make_engine(comm, settings(1, **precision), model=Longer())
+    before = longer.module.head.weight.clone()
+    masters = {one.name: one.tensor.clone() for one in longer.optimizer.saved_slices() if one.kind == "master"}
+    with pytest.raises(CheckpointError, match=r"'head\.weight'"):
+        longer.load_checkpoint(tmp_path)
+    longer.load_checkpoint(tmp_path, load_module_strict=False, load_optimizer_states=optimizer)
+    assert torch.equal(longer.module.head.weight, before)
+    for one in longer.optimizer.saved_slices():
+        if one.kind == "master" and one.name.startswith("head"):
+            assert torch.equal(one.tensor, masters[one.name])
+    assert torch.equal(longer.module.layers[1].up.weight, engine.module.layers[1].up.weight)
+    # And the other way round: what the model lacks is passed over.
+    longer.save_checkpoint(tmp_path / "longer")
+    back = make_engine(comm, settings(1, **precision), seed=2)
+    back.load_checkpoint(tmp_path / "longer", load_module_strict=False, load_optimizer_states=False)
+    assert torch.equal(back.module.mix.weight, engine.module.mix.weight)
+    assert train(back, [2])
 
 
 @pytest.mark.parametrize("precision", [{}, BF16])
@@ -186,27 +183,23 @@ def test_a_function_loads_the_weights(tmp_path, precision) -> None:
         ([1], "must be a dict, got list"),
     ],
 )
-def test_bad_client_states(tmp_path, state, message) -> None:
-    def body(comm):
-        engine = make_engine(comm, settings())
-        with pytest.raises((TypeError, ValueError), match=message):
-            engine.save_checkpoint(tmp_path, client_state=state if comm.rank == 1 else {})
-        assert engine.load_checkpoint(tmp_path) == (None, {})
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_bad_client_states(comm, tmp_path, state, message) -> None:
+    engine = make_engine(comm, settings())
+    with pytest.raises((TypeError, ValueError), match=message):
+        engine.save_checkpoint(tmp_path, client_state=state if comm.rank == 1 else {})
+    assert engine.load_checkpoint(tmp_path) == (None, {})
 
 
 @pytest.mark.parametrize(("folder", "error"), [("", ValueError), (None, TypeError), (b"x", TypeError), (7, TypeError)])
-def test_no_folder_is_a_clear_error_on_every_rank(folder, error) -> None:
-    def body(comm):
-        engine = make_engine(comm, settings())
-        given = folder if comm.rank == 1 else "/nowhere"
-        expected = error if comm.rank == 1 else ValueError
-        for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
-            with pytest.raises(expected, match="must be a folder's path"):
-                call(given)
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_no_folder_is_a_clear_error_on_every_rank(comm, folder, error) -> None:
+    engine = make_engine(comm, settings())
+    given = folder if comm.rank == 1 else "/nowhere"
+    expected = error if comm.rank == 1 else ValueError
+    for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+        with pytest.raises(expected, match="must be a folder's path"):
+            call(given)
 
 
 def test_keep_last(tmp_path) -> None:

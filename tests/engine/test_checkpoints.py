@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.engine.tiny import BF16, equal, loss_of, make_engine, make_model, settings, train, train_same_data, weights
+from tests.launching import on_threads
 from tests.optim.zero_one.reference import SCHEDULE as ZERO_ONE_SCHEDULE
 from thinwire import initialize
 from thinwire.comm import threads
@@ -90,23 +91,20 @@ def test_compressed_optimizers_resume_before_and_after_their_freeze(tmp_path, ki
     assert sum(threads.run(resume, 3)[0][0]) == pytest.approx(sum(expected[0][0]), rel=0.05)
 
 
-def test_fp16_continues_with_its_scale(tmp_path) -> None:
+@on_threads(2)
+def test_fp16_continues_with_its_scale(comm, tmp_path) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 2, "loss_scale_window": 3}
-
-    def body(comm):
-        engine = make_engine(comm, settings(fp16=fp16))
-        train(engine, range(2))
-        engine.backward(loss_of(engine, comm.rank, 2) * math.inf)
-        engine.step()
-        assert engine.save_checkpoint(tmp_path, "one")
-        resumed = make_engine(comm, settings(fp16=fp16), seed=1)
-        resumed.load_checkpoint(tmp_path, "one")
-        assert resumed.skipped_steps == 1
-        expected = train(engine, range(3, 9))
-        assert train(resumed, range(3, 9)) == expected
-        assert resumed.optimizer.loss_scale == engine.optimizer.loss_scale == 512
-
-    threads.run(body, 2)
+    engine = make_engine(comm, settings(fp16=fp16))
+    train(engine, range(2))
+    engine.backward(loss_of(engine, comm.rank, 2) * math.inf)
+    engine.step()
+    assert engine.save_checkpoint(tmp_path, "one")
+    resumed = make_engine(comm, settings(fp16=fp16), seed=1)
+    resumed.load_checkpoint(tmp_path, "one")
+    assert resumed.skipped_steps == 1
+    expected = train(engine, range(3, 9))
+    assert train(resumed, range(3, 9)) == expected
+    assert resumed.optimizer.loss_scale == engine.optimizer.loss_scale == 512
 
 
 def draw() -> tuple[float, ...]:
@@ -154,29 +152,27 @@ def test_another_number_of_ranks_draws_what_follows_from_the_seed(tmp_path) -> N
     assert len(apart) == 3
 
 
-def test_parts_of_a_checkpoint(tmp_path) -> None:
-    def body(comm):
-        engine = make_engine(comm, settings(scheduler=SCHEDULE))
-        train(engine, range(7))
-        engine.save_checkpoint(tmp_path)
-        weights = make_engine(comm, settings(), seed=1)
-        assert weights.load_checkpoint(tmp_path, load_module_only=True)[0]
-        assert weights.global_steps == 0
-        assert torch.equal(weights.module.mix.weight, engine.module.mix.weight)
-        fresh = make_engine(comm, settings(scheduler=SCHEDULE), seed=1)
-        fresh.load_checkpoint(tmp_path, load_optimizer_states=False)
-        assert (fresh.global_steps, fresh.get_lr()) == (7, engine.get_lr())
-        assert {saved_slice.kind for saved_slice in fresh.optimizer.saved_slices()} == {"weight"}
-        other = make_engine(comm, settings(scheduler={"type": "WarmupLR", "params": {}}), seed=1)
-        with pytest.raises(ValueError, match="saved with the schedule WarmupCosineLR, this job has WarmupLR"):
-            other.load_checkpoint(tmp_path)
-        assert other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)[0]
-        sgd = make_engine(comm, settings(optimizer={"type": "SGD", "params": {"lr": 0.1}}))
-        with pytest.raises(ValueError, match="saved by AdamW"):
-            sgd.load_checkpoint(tmp_path)
-        assert sgd.load_checkpoint(tmp_path, load_optimizer_states=False)[0]
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_parts_of_a_checkpoint(comm, tmp_path) -> None:
+    engine = make_engine(comm, settings(scheduler=SCHEDULE))
+    train(engine, range(7))
+    engine.save_checkpoint(tmp_path)
+    weights = make_engine(comm, settings(), seed=1)
+    assert weights.load_checkpoint(tmp_path, load_module_only=True)[0]
+    assert weights.global_steps == 0
+    assert torch.equal(weights.module.mix.weight, engine.module.mix.weight)
+    fresh = make_engine(comm, settings(scheduler=SCHEDULE), seed=1)
+    fresh.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert (fresh.global_steps, fresh.get_lr()) == (7, engine.get_lr())
+    assert {saved_slice.kind for saved_slice in fresh.optimizer.saved_slices()} == {"weight"}
+    other = make_engine(comm, settings(scheduler={"type": "WarmupLR", "params": {}}), seed=1)
+    with pytest.raises(ValueError, match="saved with the schedule WarmupCosineLR, this job has WarmupLR"):
+        other.load_checkpoint(tmp_path)
+    assert other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)[0]
+    sgd = make_engine(comm, settings(optimizer={"type": "SGD", "params": {"lr": 0.1}}))
+    with pytest.raises(ValueError, match="saved by AdamW"):
+        sgd.load_checkpoint(tmp_path)
+    assert sgd.load_checkpoint(tmp_path, load_optimizer_states=False)[0]
 
 
 def test_going_on_with_other_data(tmp_path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
+from tests.launching import on_threads
 from thinwire.comm import CommunicationError, Communicator, threads
 from thinwire.engine.data import RepeatingLoader, ResumableLoader, SampleOrder
 
@@ -251,27 +252,23 @@ def test_loops_that_are_out_of_date_say_so() -> None:
         (Numbers(9), {"seed": -1}, "must not be negative, not -1"),
     ],
 )
-def test_bad_input_is_an_error_on_every_rank(dataset, options, message) -> None:
-    def rank(comm: Communicator) -> None:
-        with pytest.raises((TypeError, ValueError), match=message):
-            ResumableLoader(dataset, comm=comm, **{"micro_batch_size": 2, **options})
-        comm.barrier()
-
-    threads.run(rank, 3)
+@on_threads(3)
+def test_bad_input_is_an_error_on_every_rank(comm: Communicator, dataset, options, message) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        ResumableLoader(dataset, comm=comm, **{"micro_batch_size": 2, **options})
+    comm.barrier()
 
 
-def test_ranks_must_agree() -> None:
-    def rank(comm: Communicator) -> None:
-        with pytest.raises(ValueError, match="ranks have different data loaders"):
-            ResumableLoader(Numbers(9 + comm.rank), 1, comm)
-        with pytest.raises(ValueError, match=r"rank 1 could not build|5 samples"):
-            ResumableLoader(Numbers(5 + 4 * (1 - comm.rank)), 3, comm)
-        loader = ResumableLoader(Numbers(9), 1, comm)
-        with pytest.raises(ValueError, match="ranks have different data positions"):
-            loader.load_state({**loader.state(), "consumed": comm.rank})
-        assert loader.consumed == 0
-
-    threads.run(rank, 2)
+@on_threads(2)
+def test_ranks_must_agree(comm: Communicator) -> None:
+    with pytest.raises(ValueError, match="ranks have different data loaders"):
+        ResumableLoader(Numbers(9 + comm.rank), 1, comm)
+    with pytest.raises(ValueError, match=r"rank 1 could not build|5 samples"):
+        ResumableLoader(Numbers(5 + 4 * (1 - comm.rank)), 3, comm)
+    loader = ResumableLoader(Numbers(9), 1, comm)
+    with pytest.raises(ValueError, match="ranks have different data positions"):
+        loader.load_state({**loader.state(), "consumed": comm.rank})
+    assert loader.consumed == 0
 
 
 @pytest.mark.parametrize(

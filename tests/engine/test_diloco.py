@@ -12,6 +12,7 @@ import torch
 import thinwire
 from tests.engine import tiny
 from tests.engine.tiny import BF16, at_stages, equal, loss_of, make_engine, settings, train, train_same_data, weights
+from tests.launching import on_threads
 from thinwire.comm import Communicator, threads
 from thinwire.engine import Engine
 
@@ -177,12 +178,10 @@ def test_nodes_shard_their_state() -> None:
         (diloco(params={"fragments": 9}), "fragments=9 for 3 layers"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(config: dict[str, Any], message: str) -> None:
-    def body(comm: Communicator) -> None:
-        with pytest.raises(ValueError, match=message):
-            make_engine(comm, config)
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_what_does_not_go_with_it_is_refused(comm: Communicator, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_engine(comm, config)
 
 
 def test_overlap_comm_has_no_effect() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.engine import tiny
 from tests.engine.tiny import BF16, MICRO, at_stages, batch, loss_of, make_engine, make_model, settings, train, weights
+from tests.launching import on_threads
 from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.engine import CallError
@@ -64,34 +65,32 @@ def test_16_bit_follows_fp32(precision, accumulation, codec) -> None:
         assert abs(sum(losses[-10:]) - sum(expected[-10:])) < 0.03 * sum(expected[-10:])
 
 
-def test_counts_and_what_there_is_to_know() -> None:
-    def body(comm):
-        config = settings(
-            gradient_accumulation_steps=2, scheduler={"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
-        )
-        engine = make_engine(comm, config)
-        assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (4 * MICRO, MICRO)
-        assert engine.gradient_accumulation_steps() == 2
-        assert engine.get_global_grad_norm() is None
-        before = engine.module.mix.weight.clone()
-        loss = loss_of(engine, comm.rank, 0)
-        assert not engine.is_gradient_accumulation_boundary()
-        assert torch.equal(engine.backward(loss), loss.detach() / 2)
-        engine.step()
-        assert (engine.micro_steps, engine.global_steps, engine.was_step_applied()) == (1, 0, False)
-        assert torch.equal(engine.module.mix.weight, before)
-        assert engine.is_gradient_accumulation_boundary()
-        engine.backward(loss_of(engine, comm.rank, 1))
-        engine.step()
-        assert (engine.micro_steps, engine.global_steps, engine.global_samples) == (2, 1, 4 * MICRO)
-        assert engine.was_step_applied()
-        assert not torch.equal(engine.module.mix.weight, before)
-        assert all(parameter.grad is None for parameter in engine.module.parameters())
-        assert engine.get_lr() == [0.005]
-        assert engine.get_global_grad_norm() > 0
-        engine.close()
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_counts_and_what_there_is_to_know(comm) -> None:
+    config = settings(
+        gradient_accumulation_steps=2, scheduler={"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
+    )
+    engine = make_engine(comm, config)
+    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (4 * MICRO, MICRO)
+    assert engine.gradient_accumulation_steps() == 2
+    assert engine.get_global_grad_norm() is None
+    before = engine.module.mix.weight.clone()
+    loss = loss_of(engine, comm.rank, 0)
+    assert not engine.is_gradient_accumulation_boundary()
+    assert torch.equal(engine.backward(loss), loss.detach() / 2)
+    engine.step()
+    assert (engine.micro_steps, engine.global_steps, engine.was_step_applied()) == (1, 0, False)
+    assert torch.equal(engine.module.mix.weight, before)
+    assert engine.is_gradient_accumulation_boundary()
+    engine.backward(loss_of(engine, comm.rank, 1))
+    engine.step()
+    assert (engine.micro_steps, engine.global_steps, engine.global_samples) == (2, 1, 4 * MICRO)
+    assert engine.was_step_applied()
+    assert not torch.equal(engine.module.mix.weight, before)
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+    assert engine.get_lr() == [0.005]
+    assert engine.get_global_grad_norm() > 0
+    engine.close()
 
 
 def test_what_the_engine_lacks_is_the_models() -> None:
@@ -109,23 +108,20 @@ def test_what_the_engine_lacks_is_the_models() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_evaluation_has_rank_0s_means_of_a_batch_norm(stage) -> None:
+@on_threads(2)
+def test_evaluation_has_rank_0s_means_of_a_batch_norm(comm, stage) -> None:
     """As under DistributedDataParallel."""
-
-    def body(comm):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-        engine = make_engine(comm, settings(stage), model=model)
-        for step in range(3):
-            engine.backward(engine(batch(comm.rank, step)[0]).square().mean())
-            engine.step()
-        of_rank_0 = model[1].running_mean.clone()
-        comm.broadcast(of_rank_0)
-        assert torch.equal(model[1].running_mean, of_rank_0) is (comm.rank == 0)
-        engine.eval()
-        assert torch.equal(model[1].running_mean, of_rank_0)
-
-    threads.run(body, 2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    engine = make_engine(comm, settings(stage), model=model)
+    for step in range(3):
+        engine.backward(engine(batch(comm.rank, step)[0]).square().mean())
+        engine.step()
+    of_rank_0 = model[1].running_mean.clone()
+    comm.broadcast(of_rank_0)
+    assert torch.equal(model[1].running_mean, of_rank_0) is (comm.rank == 0)
+    engine.eval()
+    assert torch.equal(model[1].running_mean, of_rank_0)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

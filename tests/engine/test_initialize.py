@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tests.engine.tiny import MICRO, equal, loss_of, make_engine, make_model, settings, speaking, train
+from tests.launching import on_threads
 from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.engine import ConfigError
@@ -267,14 +268,12 @@ def test_ranks_that_differ(given, message) -> None:
     threads.run(body, 3)
 
 
-def test_every_rank_gets_rank_0s_values() -> None:
-    def body(comm):
-        model = make_model(seed=comm.rank)
-        model.calls += comm.rank
-        engine, *_ = initialize(model=model, config=settings(), comm=comm)
-        assert equal(engine.module.state_dict(), make_model().state_dict())
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_every_rank_gets_rank_0s_values(comm) -> None:
+    model = make_model(seed=comm.rank)
+    model.calls += comm.rank
+    engine, *_ = initialize(model=model, config=settings(), comm=comm)
+    assert equal(engine.module.state_dict(), make_model().state_dict())
 
 
 def test_a_loader_deals_to_the_ranks() -> None:

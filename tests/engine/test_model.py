@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.engine.tiny import MICRO, make_engine, settings
+from tests.launching import on_threads
 from thinwire.comm import threads
 from thinwire.engine.config import load_config
 from thinwire.engine.model import Precision, UnusedParametersError, check_model
@@ -149,21 +150,19 @@ def test_steps_that_use_every_parameter_are_as_ever(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_an_unused_parameter_is_an_error_by_name_on_every_rank(stage: int) -> None:
-    def body(comm):
-        engine = make_engine(comm, config(stage, ignore=False), model=Forked())
-        for _ in range(2):
-            engine.backward(engine(torch.ones(MICRO, 3), comm.rank == 0))
-            if engine.is_gradient_accumulation_boundary():
-                kind, message = UnusedParametersError, "parameters.* 2 of 4 .*sometimes.weight, sometimes.bias"
-                if comm.rank == 0:
-                    kind, message = ValueError, "rank 1 could not use all of its parameters"
-                with pytest.raises(kind, match=message):
-                    engine.step()
-            else:
+@on_threads(2)
+def test_an_unused_parameter_is_an_error_by_name_on_every_rank(comm, stage: int) -> None:
+    engine = make_engine(comm, config(stage, ignore=False), model=Forked())
+    for _ in range(2):
+        engine.backward(engine(torch.ones(MICRO, 3), comm.rank == 0))
+        if engine.is_gradient_accumulation_boundary():
+            kind, message = UnusedParametersError, "parameters.* 2 of 4 .*sometimes.weight, sometimes.bias"
+            if comm.rank == 0:
+                kind, message = ValueError, "rank 1 could not use all of its parameters"
+            with pytest.raises(kind, match=message):
                 engine.step()
-
-    threads.run(body, 2)
+        else:
+            engine.step()
 
 
 def test_by_default_it_is_left_alone() -> None:

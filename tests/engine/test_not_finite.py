@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.tiny import BF16, at_stages, batch, equal, loss_of, make_engine, settings, train, weights
+from tests.launching import on_threads
 from tests.pairwise import pairwise
-from thinwire.comm import threads
 from thinwire.engine import NonFiniteError
 from thinwire.engine.config.models import Fp16Config
 from thinwire.engine.loss_scale import DynamicLossScale, FixedLossScale, make_loss_scale
@@ -53,39 +53,35 @@ def test_bad_losses(loss, error, message) -> None:
 
 
 @pytest.mark.parametrize(("stage", "precision", "poison"), pairwise([0, 1, 2], [{}, BF16], [math.nan, math.inf]))
-def test_a_loss_that_is_not_finite(stage, precision, poison) -> None:
-    def body(comm):
-        engine = make_engine(comm, settings(stage, gradient_accumulation_steps=2, **precision))
-        train(engine, range(3))
-        before, rates = weights(engine.module), engine.get_lr()
-        for micro in (0, 1):
-            loss = loss_of(engine, comm.rank, micro)
-            # An added constant leaves the gradients finite.
-            engine.backward(loss + poison if comm.rank in (0, 2) and micro == 0 else loss)
-            if micro == 0:
-                engine.step()
-        with pytest.raises(NonFiniteError, match="step 4: the loss was not finite on ranks 0, 2"):
+@on_threads(3)
+def test_a_loss_that_is_not_finite(comm, stage, precision, poison) -> None:
+    engine = make_engine(comm, settings(stage, gradient_accumulation_steps=2, **precision))
+    train(engine, range(3))
+    before, rates = weights(engine.module), engine.get_lr()
+    for micro in (0, 1):
+        loss = loss_of(engine, comm.rank, micro)
+        # An added constant leaves the gradients finite.
+        engine.backward(loss + poison if comm.rank in (0, 2) and micro == 0 else loss)
+        if micro == 0:
             engine.step()
-        assert equal(weights(engine.module), before)
-        assert (engine.skipped_steps, engine.was_step_applied(), engine.get_lr()) == (1, False, rates)
-        assert all(parameter.grad is None for parameter in engine.module.parameters())
-        assert all(math.isfinite(loss) for loss in train(engine, range(3, 6)))
-        assert not equal(weights(engine.module), before)
+    with pytest.raises(NonFiniteError, match="step 4: the loss was not finite on ranks 0, 2"):
+        engine.step()
+    assert equal(weights(engine.module), before)
+    assert (engine.skipped_steps, engine.was_step_applied(), engine.get_lr()) == (1, False, rates)
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+    assert all(math.isfinite(loss) for loss in train(engine, range(3, 6)))
+    assert not equal(weights(engine.module), before)
 
-    threads.run(body, 3)
 
-
-def test_a_gradient_that_is_not_finite() -> None:
-    def body(comm):
-        engine = make_engine(comm, settings())
-        inputs, _ = batch(comm.rank, 0)
-        # sqrt's slope at zero
-        engine.backward((engine(inputs) * (comm.rank == 1) * 0).abs().sqrt().sum())
-        with pytest.raises(NonFiniteError, match="every rank's loss was finite"):
-            engine.step()
-        assert train(engine, range(2))
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_a_gradient_that_is_not_finite(comm) -> None:
+    engine = make_engine(comm, settings())
+    inputs, _ = batch(comm.rank, 0)
+    # sqrt's slope at zero
+    engine.backward((engine(inputs) * (comm.rank == 1) * 0).abs().sqrt().sum())
+    with pytest.raises(NonFiniteError, match="every rank's loss was finite"):
+        engine.step()
+    assert train(engine, range(2))
 
 
 def test_an_overflow_skips_the_step_on_every_rank() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from tests.engine import tiny
 from tests.engine.tiny import BF16, at_stages, equal, make_engine, settings, speaking, train, train_same_data, weights
+from tests.launching import on_threads
 from tests.optim.zero_one.reference import SCHEDULE
 from thinwire import initialize
 from thinwire.comm import Communicator, threads
@@ -64,16 +65,14 @@ def test_compressed_optimizers_train(name, stage, precision) -> None:
     assert all(equal(first, other) for other in others)
 
 
-def test_a_loss_that_is_not_finite_once_frozen() -> None:
-    def body(comm):
-        engine = make_engine(comm, named("OneBitAdam", 1, gradient_clipping=1.0))
-        train(engine, range(10))
-        engine.backward(engine(torch.ones(6, 16)).mean() * (math.nan if comm.rank == 1 else 1))
-        with pytest.raises(NonFiniteError, match="step 11: the loss was not finite on rank 1"):
-            engine.step()
-        assert all(math.isfinite(loss) for loss in train(engine, range(11, 14)))
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_a_loss_that_is_not_finite_once_frozen(comm) -> None:
+    engine = make_engine(comm, named("OneBitAdam", 1, gradient_clipping=1.0))
+    train(engine, range(10))
+    engine.backward(engine(torch.ones(6, 16)).mean() * (math.nan if comm.rank == 1 else 1))
+    with pytest.raises(NonFiniteError, match="step 11: the loss was not finite on rank 1"):
+        engine.step()
+    assert all(math.isfinite(loss) for loss in train(engine, range(11, 14)))
 
 
 @pytest.mark.parametrize(("clipping", "known"), [(0.0, 8), (1.0, 10)])
@@ -87,21 +86,19 @@ def test_the_norm_is_told_where_it_is_known(clipping: float, known: int) -> None
     assert all(math.isfinite(norm) for norm in norms[:known])
 
 
-def test_beginning_the_optimizer_anew(tmp_path) -> None:
-    def body(comm):
-        engine = make_engine(comm, named("OneBitAdam", 1))
-        train(engine, range(12))
-        engine.save_checkpoint(tmp_path)
-        assert engine.optimizer.frozen
-        engine.load_checkpoint(tmp_path, load_optimizer_states=False)
-        assert not engine.optimizer.frozen
-        fresh = make_engine(comm, named("OneBitAdam", 1), seed=1)
-        fresh.load_checkpoint(tmp_path, load_optimizer_states=False)
-        assert train_same_data(engine, range(12, 24)) == train_same_data(fresh, range(12, 24))
-        engine.optimizer.param_groups[0]["exp_avg_mask"] = torch.ones(3, 1)
-        assert engine.save_checkpoint(tmp_path)
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_beginning_the_optimizer_anew(comm, tmp_path) -> None:
+    engine = make_engine(comm, named("OneBitAdam", 1))
+    train(engine, range(12))
+    engine.save_checkpoint(tmp_path)
+    assert engine.optimizer.frozen
+    engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert not engine.optimizer.frozen
+    fresh = make_engine(comm, named("OneBitAdam", 1), seed=1)
+    fresh.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert train_same_data(engine, range(12, 24)) == train_same_data(fresh, range(12, 24))
+    engine.optimizer.param_groups[0]["exp_avg_mask"] = torch.ones(3, 1)
+    assert engine.save_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, {}), (1, BF16)])
@@ -195,14 +192,14 @@ def test_muon_takes_matrices_by_deepspeeds_rule_and_a_schedule_steers_both_group
 
 
 @pytest.mark.parametrize(("name", "cls"), [("Lamb", Lamb), ("Lion", Lion), ("Muon", Muon)])
-def test_one_that_is_passed_trains_as_one_that_is_named(name: str, cls: type[torch.optim.Optimizer]) -> None:
-    def rank(comm: Communicator) -> None:
-        model = tiny.make_model()
-        given = cls(model.parameters(), **PARAMS[name])
-        engine = initialize(model=model, optimizer=given, config=exact(name, 1) | {"optimizer": None}, comm=comm)[0]
-        assert train(engine, range(4)) == train(make_engine(comm, exact(name, 2)), range(4))
-
-    threads.run(rank, 2)
+@on_threads(2)
+def test_one_that_is_passed_trains_as_one_that_is_named(
+    comm: Communicator, name: str, cls: type[torch.optim.Optimizer]
+) -> None:
+    model = tiny.make_model()
+    given = cls(model.parameters(), **PARAMS[name])
+    engine = initialize(model=model, optimizer=given, config=exact(name, 1) | {"optimizer": None}, comm=comm)[0]
+    assert train(engine, range(4)) == train(make_engine(comm, exact(name, 2)), range(4))
 
 
 @pytest.mark.parametrize(("stage", "kind"), [(0, "AdamW"), (1, "Adam")])

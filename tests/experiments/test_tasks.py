@@ -24,6 +24,7 @@ from experiments.tasks.passages import Passages, read_texts, share_passages
 from experiments.tasks.sizes import BertSize
 from experiments.tasks.tokenizer import CLS, MASK, SEP, SPECIAL_TOKENS, train_tokenizer
 from tests.experiments.helpers import write_text
+from tests.launching import on_threads
 from thinwire.comm import Communicator, threads
 from thinwire.pld import ProgressiveLayerDrop, drop_layers
 from thinwire.sparse_attn import BigBird, Custom, Fixed, reference_attention
@@ -233,12 +234,10 @@ def test_every_rank_gets_the_text_of_rank_0() -> None:
         assert np.array_equal(other.validation, first.validation)
 
 
-def test_a_text_without_a_window_is_refused_on_every_rank() -> None:
-    def rank(comm: Communicator) -> None:
-        with pytest.raises(InputError, match="its held-out text has 3 characters, and a window takes 4"):
-            share_text(comm, lambda: Corpus(["long enough"], ["abc"]), 4)
-
-    threads.run(rank, 2)
+@on_threads(2)
+def test_a_text_without_a_window_is_refused_on_every_rank(comm: Communicator) -> None:
+    with pytest.raises(InputError, match="its held-out text has 3 characters, and a window takes 4"):
+        share_text(comm, lambda: Corpus(["long enough"], ["abc"]), 4)
 
 
 def test_no_place_sees_what_comes_after_it(task: NextCharacterTask) -> None:

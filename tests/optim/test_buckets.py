@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
+from tests.launching import on_threads
 from thinwire.comm import Communicator, threads
 from thinwire.compress import make_codec
 from thinwire.compress.codecs import CodecName
@@ -62,14 +63,12 @@ def packets_of(comm: Communicator, layout: BucketLayout, codec: CodecName, divis
 
 @pytest.mark.parametrize("codec", ["none", "bf16", "fp16"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_is_cast_is_what_a_payload_would_carry(codec: CodecName, ranks: int) -> None:
-    def rank(comm: Communicator) -> None:
-        for seed in range(20):
-            for divisor in (1.0, 3.0):
-                found, wanted = packets_of(comm, layout_of(seed, ranks), codec, divisor)
-                assert torch.equal(found, wanted)
-
-    threads.run(rank, ranks)
+@on_threads("ranks")
+def test_what_is_cast_is_what_a_payload_would_carry(comm: Communicator, codec: CodecName, ranks: int) -> None:
+    for seed in range(20):
+        for divisor in (1.0, 3.0):
+            found, wanted = packets_of(comm, layout_of(seed, ranks), codec, divisor)
+            assert torch.equal(found, wanted)
 
 
 CASES = [

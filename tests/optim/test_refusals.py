@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import thinwire
+from tests.launching import on_threads
 from tests.optim.training import loss_of, make_model, make_optimizer, train
 from thinwire.comm import CommunicationError, Communicator, LoggedCommunicator, OperationLog, threads
 from thinwire.optim import CapturedStep
@@ -53,12 +54,12 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "options", "message"), BAD_OPTIONS)
-def test_bad_options_of_one_rank_are_refused_on_every_rank(name: str, options: dict[str, Any], message: str) -> None:
-    def rank(comm):
-        with pytest.raises(ValueError, match=message if comm.rank == 1 else "rank 1"):
-            getattr(thinwire, name)(make_model().parameters(), comm=comm, **(options if comm.rank == 1 else {}))
-
-    threads.run(rank, 2)
+@on_threads(2)
+def test_bad_options_of_one_rank_are_refused_on_every_rank(
+    comm, name: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message if comm.rank == 1 else "rank 1"):
+        getattr(thinwire, name)(make_model().parameters(), comm=comm, **(options if comm.rank == 1 else {}))
 
 
 @pytest.mark.parametrize(
@@ -68,13 +69,11 @@ def test_bad_options_of_one_rank_are_refused_on_every_rank(name: str, options: d
         *(("ZeroOneAdam", option, 7) for option in ("var_update_scaler", "local_step_scaler", "local_step_clipper")),
     ],
 )
-def test_options_that_differ_between_ranks_are_told_on_every_rank(name: str, option: str, first: float) -> None:
-    def rank(comm):
-        given = {option: first + comm.rank * (1 if isinstance(first, int) else 0.25)}
-        with pytest.raises(ValueError, match=f"rank 1 and rank 0 differ: .*{option}"):
-            getattr(thinwire, name)(make_model().parameters(), comm=comm, **given)
-
-    threads.run(rank, 2)
+@on_threads(2)
+def test_options_that_differ_between_ranks_are_told_on_every_rank(comm, name: str, option: str, first: float) -> None:
+    given = {option: first + comm.rank * (1 if isinstance(first, int) else 0.25)}
+    with pytest.raises(ValueError, match=f"rank 1 and rank 0 differ: .*{option}"):
+        getattr(thinwire, name)(make_model().parameters(), comm=comm, **given)
 
 
 @pytest.mark.parametrize(
@@ -97,25 +96,21 @@ def test_a_bad_group_is_refused_and_not_kept(group, message) -> None:
     assert threads.run(rank, 2) == [2, 2]
 
 
-def test_masks_that_differ_between_ranks_are_an_error() -> None:
-    def rank(comm):
-        mask = torch.ones(3)
-        mask[comm.rank] = 0
-        with pytest.raises(ValueError, match="rank 1 and rank 0 differ"):
-            thinwire.OneBitAdam([{"params": [nn.Parameter(torch.zeros(3))], "exp_avg_mask": mask}], comm=comm)
-
-    threads.run(rank, 2)
+@on_threads(2)
+def test_masks_that_differ_between_ranks_are_an_error(comm) -> None:
+    mask = torch.ones(3)
+    mask[comm.rank] = 0
+    with pytest.raises(ValueError, match="rank 1 and rank 0 differ"):
+        thinwire.OneBitAdam([{"params": [nn.Parameter(torch.zeros(3))], "exp_avg_mask": mask}], comm=comm)
 
 
-def test_sparse_gradients_are_refused() -> None:
-    def rank(comm):
-        embedding = nn.Embedding(10, 4, sparse=True)
-        optimizer = make_optimizer(embedding, comm)
-        with pytest.raises(ValueError, match=r"has a sparse gradient.*sparse=False"):
-            embedding(torch.tensor([1, 2])).sum().backward()
-        assert not optimizer.frozen
-
-    threads.run(rank, 2)
+@on_threads(2)
+def test_sparse_gradients_are_refused(comm) -> None:
+    embedding = nn.Embedding(10, 4, sparse=True)
+    optimizer = make_optimizer(embedding, comm)
+    with pytest.raises(ValueError, match=r"has a sparse gradient.*sparse=False"):
+        embedding(torch.tensor([1, 2])).sum().backward()
+    assert not optimizer.frozen
 
 
 def test_what_a_frozen_stage_cannot_do_is_refused() -> None:
@@ -128,35 +123,31 @@ def test_what_a_frozen_stage_cannot_do_is_refused() -> None:
         thinwire.OneBitAdam([weight], max_norm=1.0, reversible=False, stage=1)
 
 
-def test_a_rank_that_drops_a_step_alone_is_found_out_at_the_next() -> None:
-    def rank(comm):
-        model = make_model()
-        optimizer = make_optimizer(model, comm)
-        train(model, optimizer, range(3))
+@on_threads(2)
+def test_a_rank_that_drops_a_step_alone_is_found_out_at_the_next(comm) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model, comm)
+    train(model, optimizer, range(3))
+    optimizer.zero_grad()
+    loss_of(model, comm.rank, 3).backward()
+    if comm.rank == 1:
         optimizer.zero_grad()
-        loss_of(model, comm.rank, 3).backward()
-        if comm.rank == 1:
-            optimizer.zero_grad()
-        else:
-            optimizer.step()
-        optimizer.zero_grad()
-        with pytest.raises(CommunicationError, match=r"rank \d sent a packet of step \d where step \d was expected"):
-            loss_of(model, comm.rank, 4).backward()
-
-    threads.run(rank, 2)
+    else:
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(CommunicationError, match=r"rank \d sent a packet of step \d where step \d was expected"):
+        loss_of(model, comm.rank, 4).backward()
 
 
-def test_unfreezing_a_parameter_on_one_rank_only_is_an_error_on_every_rank() -> None:
-    def rank(comm):
-        model = make_model()
-        model[0].requires_grad_(False)
-        optimizer = make_optimizer(model, comm)
-        train(model, optimizer, range(4))
-        model[0].requires_grad_(comm.rank == 1)
-        with pytest.raises(ValueError, match=r"rank 1 and rank 0 differ: requires_grad\[0\] is True against False"):
-            train(model, optimizer, [4])
-
-    threads.run(rank, 2)
+@on_threads(2)
+def test_unfreezing_a_parameter_on_one_rank_only_is_an_error_on_every_rank(comm) -> None:
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = make_optimizer(model, comm)
+    train(model, optimizer, range(4))
+    model[0].requires_grad_(comm.rank == 1)
+    with pytest.raises(ValueError, match=r"rank 1 and rank 0 differ: requires_grad\[0\] is True against False"):
+        train(model, optimizer, [4])
 
 
 # Captured steps: the fake device has cases of what can be captured

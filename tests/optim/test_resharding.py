@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.launching import on_threads
 from tests.optim.subject import FREEZE, LOCAL, SUBJECTS, Subject, alike
 from tests.optim.training import make_model, through_a_file, train, weights
 from tests.zero.saved import join, save
@@ -178,20 +179,18 @@ TAMPERED: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize("subject", SUBJECTS, ids=str)
+@on_threads(2)
 def test_a_tampered_state_of_one_rank_is_refused_on_every_rank_before_anything_moves(
-    subject: Subject, odd: int
+    comm: Communicator, subject: Subject, odd: int
 ) -> None:
-    def body(comm: Communicator) -> None:
-        model, optimizer = subject.on_model(comm, FREEZE + 3)
-        saved = optimizer.state_dict()
-        train(model, optimizer, range(1))
-        before = weights(model)
-        for what, tamper in TAMPERED.items():
-            state = copy.deepcopy(saved)
-            if comm.rank == odd:
-                tamper(state)
-            with pytest.raises(ValueError, match="state"):
-                optimizer.load_state_dict(state)
-            assert torch.equal(weights(model), before), what
-
-    threads.run(body, 2)
+    model, optimizer = subject.on_model(comm, FREEZE + 3)
+    saved = optimizer.state_dict()
+    train(model, optimizer, range(1))
+    before = weights(model)
+    for what, tamper in TAMPERED.items():
+        state = copy.deepcopy(saved)
+        if comm.rank == odd:
+            tamper(state)
+        with pytest.raises(ValueError, match="state"):
+            optimizer.load_state_dict(state)
+        assert torch.equal(weights(model), before), what

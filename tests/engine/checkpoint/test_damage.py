@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.engine.checkpoint.jobs import Values, alone, load, opened, save, tags
+from tests.launching import on_threads
 from tests.pairwise import each_once, pairwise
 from thinwire.comm import Communicator, threads
 from thinwire.command_line import main
@@ -198,13 +199,13 @@ def test_a_model_changed_since_the_save_is_refused_on_every_rank(
     threads.run(work, 3)
 
 
-def test_a_model_that_one_rank_has_otherwise_is_refused_on_every_rank(two: tuple[Path, Values, Values]) -> None:
-    def work(comm: Communicator) -> None:
-        description = two[2].model if comm.rank else ModelDescription({})
-        with pytest.raises(CheckpointError, match="not in this model"):
-            CheckpointStore(two[0], comm).load(description=description)
-
-    threads.run(work, 2)
+@on_threads(2)
+def test_a_model_that_one_rank_has_otherwise_is_refused_on_every_rank(
+    comm: Communicator, two: tuple[Path, Values, Values]
+) -> None:
+    description = two[2].model if comm.rank else ModelDescription({})
+    with pytest.raises(CheckpointError, match="not in this model"):
+        CheckpointStore(two[0], comm).load(description=description)
 
 
 @pytest.mark.parametrize(

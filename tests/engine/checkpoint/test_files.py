@@ -17,6 +17,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from tests.engine.checkpoint.jobs import Values, alone, load, missing, opened, same, save
+from tests.launching import on_threads
 from thinwire.comm import Communicator, threads
 from thinwire.engine.checkpoint.exporting import export_weights
 from thinwire.engine.checkpoint.files import CODES, write_tensors
@@ -99,15 +100,13 @@ def test_every_dtype_is_read_by_safetensors_itself(tmp_path: Path, dtype: torch.
     assert all(same(read[key], tensor.contiguous()) for key, tensor in tensors.items())
 
 
-def test_no_values_at_all(tmp_path: Path) -> None:
-    def work(comm: Communicator) -> None:
-        store = CheckpointStore(tmp_path, comm)
-        assert store.save("none", Snapshot([], ModelDescription({})))
-        checkpoint = store.load(description=ModelDescription({})) or missing()
-        assert checkpoint.kinds() == set()
-        assert checkpoint.buffers() == {}
-
-    threads.run(work, 3)
+@on_threads(3)
+def test_no_values_at_all(comm: Communicator, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, comm)
+    assert store.save("none", Snapshot([], ModelDescription({})))
+    checkpoint = store.load(description=ModelDescription({})) or missing()
+    assert checkpoint.kinds() == set()
+    assert checkpoint.buffers() == {}
 
 
 def test_json_values_come_back(tmp_path: Path) -> None:

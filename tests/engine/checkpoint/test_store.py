@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.engine.checkpoint.jobs import Values, alone, load, missing, opened, save, tags
+from tests.launching import on_threads
 from thinwire.comm import Communicator, threads
 from thinwire.engine.checkpoint import store
 from thinwire.engine.checkpoint.manifest import ModelDescription, RankFile
@@ -261,17 +262,15 @@ def test_a_snapshot_that_could_not_be_loaded_is_refused_on_every_rank(
     assert tags(tmp_path) == []
 
 
-def test_ranks_that_do_different_things_are_told(tmp_path: Path) -> None:
-    def work(comm: Communicator) -> None:
-        checkpoints = CheckpointStore(tmp_path, comm)
-        with pytest.raises(ValueError, match="rank 1 saves tag 'b', rank 0 tag 'a'"):
-            checkpoints.save("ab"[comm.rank], Snapshot([], ModelDescription({})))
-        with pytest.raises(ValueError, match="rank 1 saves another model"):
-            checkpoints.save("a", Snapshot([], MODEL if comm.rank else ModelDescription({})))
-        with pytest.raises(ValueError, match="rank 1 loads tag None, rank 0 tag 'a'"):
-            checkpoints.load("a" if comm.rank == 0 else None)
-
-    threads.run(work, 2)
+@on_threads(2)
+def test_ranks_that_do_different_things_are_told(comm: Communicator, tmp_path: Path) -> None:
+    checkpoints = CheckpointStore(tmp_path, comm)
+    with pytest.raises(ValueError, match="rank 1 saves tag 'b', rank 0 tag 'a'"):
+        checkpoints.save("ab"[comm.rank], Snapshot([], ModelDescription({})))
+    with pytest.raises(ValueError, match="rank 1 saves another model"):
+        checkpoints.save("a", Snapshot([], MODEL if comm.rank else ModelDescription({})))
+    with pytest.raises(ValueError, match="rank 1 loads tag None, rank 0 tag 'a'"):
+        checkpoints.load("a" if comm.rank == 0 else None)
 
 
 def test_what_is_in_the_way_is_not_removed(tmp_path: Path) -> None:

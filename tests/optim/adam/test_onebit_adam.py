@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import thinwire
+from tests.launching import on_threads
 from tests.optim.adam.reference import ReferenceOneBitAdam
 from tests.optim.training import loss_of, make_model, make_optimizer, through_a_file, train, weights
 from thinwire.comm import Communicator, threads
@@ -198,17 +199,15 @@ def test_an_overflow_everywhere_with_an_unused_parameter_is_an_ordinary_skip() -
     assert torch.equal(first[2], second[2])
 
 
-def test_unscaling_before_step_is_an_error_that_says_what_to_do() -> None:
-    def rank(comm):
-        model = make_model()
-        optimizer = make_optimizer(model, comm)
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(loss_of(model, comm.rank, 0)).backward()
-        scaler.unscale_(optimizer)
-        with pytest.raises(RuntimeError, match=r"unscale_\(\) was called.*delete the call"):
-            scaler.step(optimizer)
-
-    threads.run(rank, 2)
+@on_threads(2)
+def test_unscaling_before_step_is_an_error_that_says_what_to_do(comm) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model, comm)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, comm.rank, 0)).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) was called.*delete the call"):
+        scaler.step(optimizer)
 
 
 def test_a_resume_may_change_the_freeze_step() -> None:
@@ -301,29 +300,26 @@ def test_drift_is_an_error_or_is_repaired() -> None:
 
 
 @pytest.mark.parametrize("overflows", [True, False])
-def test_a_step_that_is_not_taken_leaves_nothing_behind(overflows: bool) -> None:
+@on_threads(2)
+def test_a_step_that_is_not_taken_leaves_nothing_behind(comm: Communicator, overflows: bool) -> None:
     """A residual that was not kept starts again from zero, however large the gradients were that it had taken in."""
-
-    def body(comm: Communicator) -> None:
-        model, optimizer = build(comm, 1)
-        train(model, optimizer, range(FREEZE + 4))
-        before = weights(model)
-        train(model, optimizer, [FREEZE + 4])
-        usual = (weights(model) - before).abs().max()
-        optimizer.zero_grad()
-        loss = 1e6 * loss_of(model, comm.rank, 99)
-        if overflows and comm.rank == 0:
-            loss = loss + 0 * next(model.parameters()).flatten()[0] * math.inf
-        loss.backward()
-        if overflows:
-            optimizer.step()
-            assert not optimizer.last_step.applied
-        optimizer.zero_grad()
-        before = weights(model)
-        train(model, optimizer, range(FREEZE + 5, FREEZE + 8))
-        assert (weights(model) - before).abs().max() < 20 * usual
-
-    threads.run(body, 2)
+    model, optimizer = build(comm, 1)
+    train(model, optimizer, range(FREEZE + 4))
+    before = weights(model)
+    train(model, optimizer, [FREEZE + 4])
+    usual = (weights(model) - before).abs().max()
+    optimizer.zero_grad()
+    loss = 1e6 * loss_of(model, comm.rank, 99)
+    if overflows and comm.rank == 0:
+        loss = loss + 0 * next(model.parameters()).flatten()[0] * math.inf
+    loss.backward()
+    if overflows:
+        optimizer.step()
+        assert not optimizer.last_step.applied
+    optimizer.zero_grad()
+    before = weights(model)
+    train(model, optimizer, range(FREEZE + 5, FREEZE + 8))
+    assert (weights(model) - before).abs().max() < 20 * usual
 
 
 @given(parameters=st.integers(0, 10**12), ranks=st.integers(1, 10**4))

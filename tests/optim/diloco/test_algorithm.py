@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import thinwire
+from tests.launching import on_threads
 from tests.optim.diloco.tower import (
     Tower,
     flat,
@@ -144,13 +145,11 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "error", "message"), BAD, ids=[str(one[0]) for one in BAD])
-def test_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    def body(comm: Communicator) -> None:
-        given = dict(options)
-        with pytest.raises(error, match=message):
-            make(comm, Tower(), given.pop("inner", torch.optim.SGD), **given)
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_options(comm: Communicator, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = dict(options)
+    with pytest.raises(error, match=message):
+        make(comm, Tower(), given.pop("inner", torch.optim.SGD), **given)
 
 
 @pytest.mark.parametrize(
@@ -165,36 +164,30 @@ def test_options(options: dict[str, Any], error: type[Exception], message: str) 
         ("mix", (0.0, 0.5)),
     ],
 )
-def test_ranks_that_differ_are_told(name: str, values: tuple[Any, Any]) -> None:
-    def body(comm: Communicator) -> None:
-        with pytest.raises(ValueError, match=f"{name} is .* on rank 0"):
-            make(comm, Tower(), **{name: values[comm.rank]})
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_ranks_that_differ_are_told(comm: Communicator, name: str, values: tuple[Any, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{name} is .* on rank 0"):
+        make(comm, Tower(), **{name: values[comm.rank]})
 
 
-def test_a_fragment_that_does_not_exist_on_some_rank() -> None:
-    def body(comm: Communicator) -> None:
-        model = Tower()
-        if comm.rank == 1:
-            del model.layers[3]
-        with pytest.raises(ValueError, match="10 parameters against 12 on rank 0"):
-            make(comm, model)
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_a_fragment_that_does_not_exist_on_some_rank(comm: Communicator) -> None:
+    model = Tower()
+    if comm.rank == 1:
+        del model.layers[3]
+    with pytest.raises(ValueError, match="10 parameters against 12 on rank 0"):
+        make(comm, model)
 
 
-def test_outer_settings_that_differ_later_are_found_at_the_next_outer_step() -> None:
-    def body(comm: Communicator) -> None:
-        model = Tower()
-        optimizer = make(comm, model, overlap=0)
-        train(model, optimizer, 1, 2)
-        if comm.rank == 1:
-            optimizer.outer_lr = 0.3
-        with pytest.raises(Exception, match="other hyperparameters"):
-            train(model, optimizer, 3, 4)
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_outer_settings_that_differ_later_are_found_at_the_next_outer_step(comm: Communicator) -> None:
+    model = Tower()
+    optimizer = make(comm, model, overlap=0)
+    train(model, optimizer, 1, 2)
+    if comm.rank == 1:
+        optimizer.outer_lr = 0.3
+    with pytest.raises(Exception, match="other hyperparameters"):
+        train(model, optimizer, 3, 4)
 
 
 def test_parameters_are_not_added_later() -> None:

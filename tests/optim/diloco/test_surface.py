@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import thinwire
+from tests.launching import on_threads
 from tests.optim.diloco.tower import NUMEL, Tower, flat, loss_of, make, outer_weights, train
 from tests.optim.training import through_a_file
 from tests.zero.saved import Saved, join, save
@@ -177,29 +178,26 @@ def test_a_worker_whose_weights_are_lost_begins_again_from_the_outer_weights() -
 
 
 @pytest.mark.parametrize("how", ["clipped", "scaled", "unscaled"])
-def test_gradients_are_clipped_and_scaled_by_each_worker(how: str) -> None:
+@on_threads(2)
+def test_gradients_are_clipped_and_scaled_by_each_worker(comm: Communicator, how: str) -> None:
     """Beside it trains one that torch clips, and whose loss nobody scales."""
-
-    def body(comm: Communicator) -> None:
-        mine, plain = Tower(), Tower()
-        optimizer, other = make(comm, mine, max_norm=0.01 if how == "clipped" else 0.0), make(comm, plain)
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=how != "clipped")
-        for step in range(1, 10):
-            for one in (optimizer, other):
-                one.zero_grad()
-            scaler.scale(loss_of(mine, comm.rank, step)).backward()
-            if how == "unscaled":
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            loss_of(plain, comm.rank, step).backward()
-            if how == "clipped":
-                nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-            other.step()
-        torch.testing.assert_close(flat(mine.parameters()), flat(plain.parameters()), rtol=1e-5, atol=1e-6)
-        assert scaler.get_scale() == (1.0 if how == "clipped" else 256.0)
-
-    threads.run(body, 2)
+    mine, plain = Tower(), Tower()
+    optimizer, other = make(comm, mine, max_norm=0.01 if how == "clipped" else 0.0), make(comm, plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=how != "clipped")
+    for step in range(1, 10):
+        for one in (optimizer, other):
+            one.zero_grad()
+        scaler.scale(loss_of(mine, comm.rank, step)).backward()
+        if how == "unscaled":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        loss_of(plain, comm.rank, step).backward()
+        if how == "clipped":
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        other.step()
+    torch.testing.assert_close(flat(mine.parameters()), flat(plain.parameters()), rtol=1e-5, atol=1e-6)
+    assert scaler.get_scale() == (1.0 if how == "clipped" else 256.0)
 
 
 def test_what_is_sent() -> None:
@@ -243,22 +241,20 @@ def test_two_bits_every_thirty_steps_are_less_than_a_four_hundredth_of_ddps_byte
         assert len([one for one in bursts if one]) == 2 * 2 * fragments - 1, "the last fragment is still under way"
 
 
-def test_learning_rate_schedules_and_groups_are_the_inner_optimizers() -> None:
-    def body(comm: Communicator) -> None:
-        model = Tower()
-        optimizer = thinwire.DiLoCo(
-            [{"params": model.first.parameters(), "lr": 0.5}, {"params": model.layers.parameters()}],
-            torch.optim.AdamW,
-            lr=0.1,
-            comm=comm,
-        )
-        assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        optimizer.step()
-        scheduler.step()
-        assert [group["lr"] for group in optimizer.inner.param_groups] == [0.25, 0.05]
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_learning_rate_schedules_and_groups_are_the_inner_optimizers(comm: Communicator) -> None:
+    model = Tower()
+    optimizer = thinwire.DiLoCo(
+        [{"params": model.first.parameters(), "lr": 0.5}, {"params": model.layers.parameters()}],
+        torch.optim.AdamW,
+        lr=0.1,
+        comm=comm,
+    )
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.inner.param_groups] == [0.25, 0.05]
 
 
 def test_memory_beside_the_inner_optimizers() -> None:
@@ -285,28 +281,28 @@ OPTIONS: dict[str, Any] = {"lr": 0.01, "every": 6, "fragments": 2, "overlap": 2,
     [(1, "int4"), (4, "stat2"), (5, "fp8"), (7, "int8"), (12, "sign1")],
 )
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(workers: int, stopped_at: int, codec: str) -> None:
-    def body(comm: Communicator) -> None:
-        model = Tower()
-        optimizer = make(comm, model, torch.optim.AdamW, **OPTIONS | {"codec": codec})
-        train(model, optimizer, 1, stopped_at)
-        saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        train(model, optimizer, stopped_at + 1, 26)
+@on_threads("workers")
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
+    comm: Communicator, workers: int, stopped_at: int, codec: str
+) -> None:
+    model = Tower()
+    optimizer = make(comm, model, torch.optim.AdamW, **OPTIONS | {"codec": codec})
+    train(model, optimizer, 1, stopped_at)
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(model, optimizer, stopped_at + 1, 26)
 
-        other = Tower()
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.zero_()
-        resumed = make(comm, other, torch.optim.AdamW, **OPTIONS | {"codec": codec, "lr": 0.5})
-        other.load_state_dict(saved["model"])
-        resumed.load_state_dict(saved["optimizer"])
-        assert resumed.steps == stopped_at
-        train(other, resumed, stopped_at + 1, 26)
-        assert torch.equal(flat(other.parameters()), flat(model.parameters()))
-        assert torch.equal(outer_weights(other, resumed), outer_weights(model, optimizer))
-        assert resumed.bytes_sent == optimizer.bytes_sent
-
-    threads.run(body, workers)
+    other = Tower()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    resumed = make(comm, other, torch.optim.AdamW, **OPTIONS | {"codec": codec, "lr": 0.5})
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    assert resumed.steps == stopped_at
+    train(other, resumed, stopped_at + 1, 26)
+    assert torch.equal(flat(other.parameters()), flat(model.parameters()))
+    assert torch.equal(outer_weights(other, resumed), outer_weights(model, optimizer))
+    assert resumed.bytes_sent == optimizer.bytes_sent
 
 
 @pytest.mark.parametrize(("workers", "others"), [(2, 3), (3, 2), (2, 1), (1, 2)])
@@ -356,11 +352,9 @@ def test_a_run_goes_on_with_other_fragments_and_intervals() -> None:
     assert torch.equal(first, second)
 
 
-def test_another_optimizers_state_is_refused() -> None:
-    def body(comm: Communicator) -> None:
-        model = Tower()
-        state = make(comm, model, torch.optim.AdamW, **OPTIONS).state_dict()
-        with pytest.raises(ValueError, match="DiLoCo of AdamW"):
-            make(comm, model, torch.optim.SGD, **OPTIONS).load_state_dict(state)
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_another_optimizers_state_is_refused(comm: Communicator) -> None:
+    model = Tower()
+    state = make(comm, model, torch.optim.AdamW, **OPTIONS).state_dict()
+    with pytest.raises(ValueError, match="DiLoCo of AdamW"):
+        make(comm, model, torch.optim.SGD, **OPTIONS).load_state_dict(state)

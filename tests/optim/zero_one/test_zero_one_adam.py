@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import thinwire
+from tests.launching import on_threads
 from tests.optim.training import loss_of, make_model, same, snapshot, through_a_file, train, weights
 from tests.optim.zero_one.reference import SCHEDULE, ReferenceZeroOneAdam, make_zero_one
 from thinwire.comm import threads
@@ -121,24 +122,22 @@ def test_a_resume_may_change_the_schedule() -> None:
 
 
 @pytest.mark.parametrize("compress", ["update", "momentum"])
-def test_a_sync_of_one_rank_without_compression_moves_nothing_and_ends_in_the_mean_momentum(compress) -> None:
-    def rank(comm):
-        model = make_model()
-        rates = {"lr": 1e-2, "weight_decay": 0.5}
-        optimizer = make_zero_one(model, comm, codec="none", compress=compress, **rates)
-        train(model, optimizer, range(75))
-        momenta = []
-        train(model, optimizer, range(75, 78), lambda _: momenta.append(momentum_of(optimizer)))
-        assert not optimizer.in_sync
-        before = weights(model).clone()
-        optimizer.synchronize_weights()
-        torch.testing.assert_close(weights(model), before, rtol=1e-6, atol=1e-6)
-        decay = 1 - 1e-2 * 0.5  # what an earlier step has moved shrinks with the weights
-        shares = torch.tensor([decay**2 / (1 - 0.9**76), decay / (1 - 0.9**77), 1 / (1 - 0.9**78)])
-        mean = (torch.stack(momenta) * shares[:, None]).sum(dim=0) / shares.sum()
-        torch.testing.assert_close(momentum_of(optimizer), mean, rtol=1e-5, atol=1e-7)
-
-    threads.run(rank, 1)
+@on_threads(1)
+def test_a_sync_of_one_rank_without_compression_moves_nothing_and_ends_in_the_mean_momentum(comm, compress) -> None:
+    model = make_model()
+    rates = {"lr": 1e-2, "weight_decay": 0.5}
+    optimizer = make_zero_one(model, comm, codec="none", compress=compress, **rates)
+    train(model, optimizer, range(75))
+    momenta = []
+    train(model, optimizer, range(75, 78), lambda _: momenta.append(momentum_of(optimizer)))
+    assert not optimizer.in_sync
+    before = weights(model).clone()
+    optimizer.synchronize_weights()
+    torch.testing.assert_close(weights(model), before, rtol=1e-6, atol=1e-6)
+    decay = 1 - 1e-2 * 0.5  # what an earlier step has moved shrinks with the weights
+    shares = torch.tensor([decay**2 / (1 - 0.9**76), decay / (1 - 0.9**77), 1 / (1 - 0.9**78)])
+    mean = (torch.stack(momenta) * shares[:, None]).sum(dim=0) / shares.sum()
+    torch.testing.assert_close(momentum_of(optimizer), mean, rtol=1e-5, atol=1e-7)
 
 
 def momentum_of(optimizer):
@@ -224,23 +223,21 @@ def test_learning_rates_may_change_between_backward_and_step() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_weights_changed_between_local_steps_are_an_error_and_put_back_they_are_not(stage: int) -> None:
-    def rank(comm):
-        model, optimizer, _ = trained(comm, 73, stage=stage)
-        assert not optimizer.in_sync
-        own = weights(model).clone()
-        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        with torch.no_grad():
-            model[0].bias.zero_()
-        model.load_state_dict(state)
-        train(model, optimizer, [73])
-        assert not torch.equal(weights(model), own)
-        with torch.no_grad():
-            model[0].bias.add_(1.0)
-        with pytest.raises(RuntimeError, match=r"shape \(37,\), was changed between local steps"):
-            train(model, optimizer, range(74, 80))
-
-    threads.run(rank, 2)
+@on_threads(2)
+def test_weights_changed_between_local_steps_are_an_error_and_put_back_they_are_not(comm, stage: int) -> None:
+    model, optimizer, _ = trained(comm, 73, stage=stage)
+    assert not optimizer.in_sync
+    own = weights(model).clone()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        model[0].bias.zero_()
+    model.load_state_dict(state)
+    train(model, optimizer, [73])
+    assert not torch.equal(weights(model), own)
+    with torch.no_grad():
+        model[0].bias.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"shape \(37,\), was changed between local steps"):
+        train(model, optimizer, range(74, 80))
 
 
 scalers = st.integers(1, 12)
