@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from experiments.common.results import read_json, write_json
 from experiments.frontier import learning
 from experiments.frontier.__main__ import main, parse
 from experiments.frontier.contenders import CONTENDERS, Contender
-from experiments.frontier.findings import missing, seconds_at, sentences, standings, summary, title
-from experiments.frontier.plots import draw
+from experiments.frontier.findings import missing, seconds_at, sentences, standings, title
 from experiments.frontier.store import Run, RunStore
 from experiments.frontier.studies import STUDIES, Question, options_of, variant_name
 from experiments.frontier.studying import Baseline, answer, baselines, study_summary, variant_standings
@@ -66,20 +64,6 @@ def test_contenders_stand_at_their_best_rates() -> None:
         "1-bit Lion, 2 workers: 1 of 2 seeds",
         "LAMB, 2 workers: 0 of 2 seeds",
     ]
-
-
-@pytest.mark.parametrize("runs", [RUNS, RUNS[4:]], ids=["all", "without the baseline"])
-def test_the_picture_is_drawn(tmp_path: Path, runs: list[Run]) -> None:
-    settings = {"description": "A model learns", "steps": 10, "unit": "loss", "corpus": "a text"}
-    content = {
-        "machine": {"cpu": "some", "cores": 1},
-        "settings": settings,
-        "runs": {one.name: asdict(one) for one in runs},
-    }
-    content |= summary(runs, 10, ["adamw"], [2], 2)
-    write_json(tmp_path / "frontier_text.json", content)
-    draw(read_json(tmp_path / "frontier_text.json"), tmp_path / "frontier_text.png")
-    assert (tmp_path / "frontier_text.png").read_bytes().startswith(b"\x89PNG")
 
 
 _LOSSES = {"kept": 2.2, "worse": 2.3, "best": 2.0}

@@ -18,7 +18,7 @@ from experiments.tasks.attention_peers import flex_mask, gathered_attention
 from experiments.tasks.batches import MaskedBatches, pack
 from experiments.tasks.corpus import Corpus, load
 from experiments.tasks.masking import IGNORED, mask_tokens
-from experiments.tasks.models import build_bert, build_pre_ln_bert
+from experiments.tasks.models import build_pre_ln_bert
 from experiments.tasks.next_character import CharacterModelSize, NextCharacterTask, Text, share_text
 from experiments.tasks.passages import Passages, read_texts, share_passages
 from experiments.tasks.sizes import BertSize
@@ -26,7 +26,6 @@ from experiments.tasks.tokenizer import CLS, MASK, SEP, SPECIAL_TOKENS, train_to
 from tests.experiments.helpers import write_text
 from tests.launching import on_threads
 from thinwire.comm import Communicator, threads
-from thinwire.pld import ProgressiveLayerDrop, drop_layers
 from thinwire.sparse_attn import BigBird, Custom, Fixed, reference_attention
 
 
@@ -275,14 +274,6 @@ def batch(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
     return inputs, labels
 
 
-@pytest.mark.parametrize("build", [build_bert, build_pre_ln_bert])
-def test_an_untrained_bert_guesses_and_counts_what_was_asked(build: type) -> None:
-    inputs, labels = batch(7, 1)
-    total, count = build(BERT, WORDS, PLACES, 0.0, 5)(inputs, labels)
-    assert count == int((labels != IGNORED).sum())
-    assert total.item() / count == pytest.approx(math.log(WORDS), rel=0.05)
-
-
 def test_the_pre_ln_bert_sums_its_own_cross_entropy_over_the_chosen_tokens() -> None:
     model = build_pre_ln_bert(BERT, WORDS, PLACES, 0.0, 2).eval()
     inputs, labels = batch(4, 3)
@@ -295,16 +286,6 @@ def test_the_pre_ln_bert_sums_its_own_cross_entropy_over_the_chosen_tokens() -> 
     assert total.item() == pytest.approx(reference, rel=1e-5)
     total.backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
-
-
-def test_layers_of_the_pre_ln_bert_can_be_dropped_and_those_of_the_other_cannot() -> None:
-    schedule = ProgressiveLayerDrop(theta=0.0, gamma=0.0)
-    model = build_pre_ln_bert(BERT, WORDS, PLACES, 0.0, 2)
-    drop = drop_layers(model, schedule)
-    model(*batch(2, 3))
-    assert drop.keep_rates == [1.0] * BERT.layers
-    with pytest.raises(ValueError, match="post-LN"):
-        drop_layers(build_bert(BERT, WORDS, PLACES, 0.0, 2), schedule)
 
 
 @pytest.mark.parametrize("layout", [BigBird(2, block=16), Fixed(2, block=16), BigBird(1, 16, num_global_blocks=2)])

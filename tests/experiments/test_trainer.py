@@ -24,6 +24,7 @@ from experiments.training.plans import Plan
 from experiments.training.sweep import best_rate, sweep
 from experiments.training.trainer import Outcome, StepReport, Trainer
 from tests.experiments.helpers import PLAN, LineTask, engine_config, outcome
+from tests.launching import on_threads
 from thinwire import OneBitLamb
 from thinwire.comm import Communicator, threads
 from thinwire.comm.traffic import sent_bytes
@@ -46,13 +47,6 @@ def run(comm: Communicator, optimizer: str, plan: Plan = PLAN, kind: str = "loop
     while not trainer.finished:
         reports.append(trainer.advance())
     return trainer, reports
-
-
-@pytest.mark.parametrize(("optimizer", "kind"), [*((name, "loop") for name in OPTIMIZERS), ("onebit-adam", "stage 1")])
-def test_all_ranks_end_with_the_same_weights_and_curve(optimizer: str, kind: str) -> None:
-    first, second = threads.run(lambda comm: run(comm, optimizer, kind=kind)[0], 2)
-    assert first.curve == second.curve
-    assert all(map(torch.equal, first.learner.module.parameters(), second.learner.module.parameters()))
 
 
 @pytest.mark.parametrize("kind", LEARNERS[1:])
@@ -198,43 +192,19 @@ def start(comm: Communicator, optimizer: str) -> tuple[Trainer, EngineLearner]:
     return Trainer(task, PLAN, learner, comm), learner
 
 
-def train(
-    comm: Communicator, optimizer: str, folder: Path, until: int, *, resume: bool = False
-) -> tuple[Trainer, list[torch.Tensor]]:
-    """Trains to a step and saves there, on a folder that all ranks share."""
-    trainer, learner = start(comm, optimizer)
-    checkpoints = RunCheckpoints(folder, comm, SETTINGS)
-    assert checkpoints.load(trainer, learner) is resume
-    while trainer.step < until:
-        trainer.advance()
-    checkpoints.save(trainer, learner)
-    return trainer, [parameter.detach().clone() for parameter in learner.module.parameters()]
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    optimizer = "onebit-adam"
-    whole = threads.run(lambda comm: train(comm, optimizer, tmp_path / "whole", PLAN.steps), 2)
-    threads.run(lambda comm: train(comm, optimizer, tmp_path / "parts", 7), 2)
-    resumed = threads.run(lambda comm: train(comm, optimizer, tmp_path / "parts", PLAN.steps, resume=True), 2)
-    for (one, mine), (other, theirs) in zip(whole, resumed, strict=True):
-        assert one.curve == other.curve
-        assert one.bytes_sent == other.bytes_sent
-        assert one.outcome.frozen_at == other.outcome.frozen_at
-        assert all(map(torch.equal, mine, theirs))
-
-
 @pytest.mark.parametrize(
     ("optimizer", "steps", "complaint"),
     [("adamw", 99, "steps was 12 and is now 99"), ("onebit-adam", PLAN.steps, "--resume cannot continue")],
 )
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, optimizer: str, steps: int, complaint: str) -> None:
-    threads.run(lambda comm: train(comm, "adamw", tmp_path, 2), 2)
-
-    def work(comm: Communicator) -> None:
-        with pytest.raises(InputError, match=complaint):
-            RunCheckpoints(tmp_path, comm, {**SETTINGS, "steps": steps}).load(*start(comm, optimizer))
-
-    threads.run(work, 2)
+@on_threads(2)
+def test_a_checkpoint_of_another_run_is_refused(
+    comm: Communicator, tmp_path: Path, optimizer: str, steps: int, complaint: str
+) -> None:
+    trainer, learner = start(comm, "adamw")
+    trainer.advance()
+    RunCheckpoints(tmp_path, comm, SETTINGS).save(trainer, learner)
+    with pytest.raises(InputError, match=complaint):
+        RunCheckpoints(tmp_path, comm, {**SETTINGS, "steps": steps}).load(*start(comm, optimizer))
 
 
 def test_a_run_that_diverged_says_so() -> None:
@@ -273,20 +243,6 @@ def test_a_best_rate_at_an_end_is_followed(best: float, tried: list[float]) -> N
 def test_what_breaks_down_is_never_the_best() -> None:
     assert best_rate({0.1: nan, 0.2: 3.0, 0.3: -inf}) == 0.2
     assert sweep(lambda rate: 1.0 if rate < 0.3 else nan, (0.1, 0.2, 0.4)).keys() >= {0.05, 0.1, 0.2, 0.4}
-
-
-@pytest.mark.parametrize(("seeds", "sent"), [(1, 0), (3, 10**9)])
-def test_the_picture_is_drawn(tmp_path: Path, seeds: int, sent: int) -> None:
-    figure, axes = plotting.new_figure(2, "title", "subtitle")
-    for row in axes:
-        series = [
-            plotting.Series.of("adamw", [outcome(2.0 + seed / 10, sent) for seed in range(seeds)]),
-            plotting.Series.of("onebit-adam", [outcome(2.1 + seed / 10, sent // 9, 30) for seed in range(seeds)]),
-        ]
-        plotting.draw_comparison(row, series, "loss", plotting.Reference(3.0, "chance"))
-        plotting.title_row(row, "a row")
-    plotting.save(figure, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_series_average_what_differs_between_seeds() -> None:
