@@ -1,9 +1,9 @@
 """DeepSpeed's pickles, opened by a process of its own: whatever a file holds, what comes back is plain values and
 tensors.
 
-`python -m` runs this module with a line of JSON, the folder to write to and the files to read. It answers with a line
-for each file: the tree of its values, with the safetensors file of its tensors, or what is wrong with it. Records
-stand in for the classes that the files name: they keep what they were given and do nothing.
+It runs `main` and is given a line of JSON, the folder to write to and the files to read. It answers with a line
+for each file: where its plain values were written to, or what is wrong with it. Records stand in for the classes that
+the files name: they keep what they were given and do nothing.
 
 Every byte is compared with the file's checksums, which torch does not look at. What a file makes of itself, in memory
 and on the disk, is bounded by its size.
@@ -25,11 +25,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.engine.checkpoint.files import TensorReader, open_file, write_tensors
+from thinwire.engine.checkpoint.files import open_file
 from thinwire.engine.errors import CheckpointError
 
 # Classes whose fields or arguments may be read, and which are otherwise inert.
@@ -67,6 +66,9 @@ class Record:
         made = super().__new__(cls)
         made.args, made.fields = args, {}
         return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Record, self.args, self.fields
 
     def __setstate__(self, state: Any) -> None:
         """Keep the attributes that a pickle gives an object; its slots come as a second dict."""
@@ -135,55 +137,51 @@ _MOST_TIMES, _FEW_BYTES, _BYTES_OF_A_VALUE = 10, 1 << 20, 8
 
 
 class Unreadable:
-    """A value of a type that has no plain form: `kind` says which."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    """A value of a type that is not read."""
 
 
-class Encoder:
-    """Puts the values of a file of `size` bytes into a form that JSON can hold, and its `tensors` aside, by keys.
+class _Plain:
+    """Makes plain values of those of a file of `size` bytes. Tensors of the same memory become one.
 
     Raises ValueError for values that are nested too deep for the reader, or come to many times the file's size: one
     element expanded to a billion, or lists of the same list of the same list.
     """
 
     def __init__(self, size: int) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._known: dict[tuple[Any, ...], str] = {}
+        self._known: dict[tuple[Any, ...], Tensor] = {}
         self._left = _MOST_TIMES * size + _FEW_BYTES
 
-    def encode(self, value: Any, depth: int = 0) -> Any:
+    def of(self, value: Any, depth: int = 0) -> Any:
         """The form of one value."""
         if depth > _DEEPEST:
             raise ValueError(f"its values are nested more than {_DEEPEST} deep")
 
         def inner(one: Any) -> Any:
-            return self.encode(one, depth + 1)
+            return self.of(one, depth + 1)
 
         self._take(_BYTES_OF_A_VALUE + (len(value) if isinstance(value, str) else 0))
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Tensor | Array):
-            return {"tensor": self._key_of(value if isinstance(value, Tensor) else value.value)}
+            return self._tensor(value if isinstance(value, Tensor) else value.value)
         if isinstance(value, Mapping):
-            return {"dict": [[inner(key), inner(one)] for key, one in value.items()]}
+            return {inner(key): inner(one) for key, one in value.items()}
         if isinstance(value, list | tuple | set):
-            return {"tuple" if isinstance(value, tuple) else "list": [inner(one) for one in value]}
+            values = [inner(one) for one in value]
+            return tuple(values) if isinstance(value, tuple) else values
         if isinstance(value, Record):
-            return {"record": [inner(list(value.args)), inner(value.fields)]}
-        return {"unreadable": str(value) if isinstance(value, torch.dtype) else type(value).__name__}
+            record = Record(*inner(list(value.args)))
+            record.fields = inner(value.fields)
+            return record
+        return Unreadable()
 
-    def _key_of(self, tensor: Tensor) -> str:
+    def _tensor(self, tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
             what = f"layout {tensor.layout} on {tensor.device}"
             raise ValueError(f"it holds a tensor of {what}, which no checkpoint here can hold")
         self._take(tensor.numel() * tensor.itemsize)
         place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        new = str(len(self.tensors))
-        key = self._known.setdefault(place, new) if tensor.numel() else new
-        self.tensors.setdefault(key, tensor.detach())
-        return key
+        return self._known.setdefault(place, tensor.detach()) if tensor.numel() else tensor.detach()
 
     def _take(self, count: int) -> None:
         self._left -= count
@@ -194,43 +192,24 @@ class Encoder:
             )
 
 
-def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `encode`; what was the same tensor there is the same here."""
-    if not isinstance(tree, dict):
-        return tree
-    ((kind, inner),) = tree.items()
-    if kind == "tensor":
-        return tensors[inner]
-    if kind == "dict":
-        return {decode(key, tensors): decode(one, tensors) for key, one in inner}
-    if kind == "record":
-        record = Record(*decode(inner[0], tensors))
-        record.fields = decode(inner[1], tensors)
-        return record
-    if kind == "unreadable":
-        return Unreadable(inner)
-    values = [decode(one, tensors) for one in inner]
-    return tuple(values) if kind == "tuple" else values
-
-
 def read_pickle(path: Path, output: Path) -> dict[str, Any]:
-    """Write a pickle's tensors to `output`; {"tree"} of its values and whether the file has checksums, "checked", or
-    {"fault"}, what is wrong with it."""
+    """Write a pickle's values to `output`, plain ones; {"plain"} of that and whether the file has checksums, "checked",
+    or {"fault"}, what is wrong with it."""
     try:
         with os.fdopen(open_file(path), "rb") as file:
-            encoder = Encoder(os.fstat(file.fileno()).st_size)
+            plain = _Plain(os.fstat(file.fileno()).st_size)
             is_archive = zipfile.is_zipfile(file)
             checked = is_archive and _verify(file)
-        tree = encoder.encode(_load(path, is_archive))
+        values = plain.of(_load(path, is_archive))
     except pickle.UnpicklingError as error:
         return {"fault": _refused(str(error))}
     except Exception as error:  # whatever a file can bring a loader to
         return {"fault": _first_line(error)}
     try:
-        write_tensors(output, encoder.tensors)
-    except (OSError, KeyError) as error:
-        return {"fault": f"its tensors could not be written to {output.parent}: {_first_line(error)}"}
-    return {"tree": tree, "checked": checked}
+        torch.save(values, output)
+    except (OSError, RuntimeError) as error:
+        return {"fault": f"its values could not be written to {output.parent}: {_first_line(error)}"}
+    return {"plain": str(output), "checked": checked}
 
 
 def _verify(file: BinaryIO) -> bool:
@@ -289,8 +268,7 @@ def main() -> None:
     request = json.loads(sys.stdin.readline())
     for number, path in enumerate(request["files"]):
         _limit_memory(path)
-        output = Path(request["folder"]) / f"{number}.safetensors"
-        print(json.dumps({**read_pickle(Path(path), output), "tensors": str(output)}), flush=True)
+        print(json.dumps(read_pickle(Path(path), Path(request["folder"]) / f"{number}.pt")), flush=True)
 
 
 def _limit_memory(path: str) -> None:
@@ -305,7 +283,6 @@ def _limit_memory(path: str) -> None:
 Reader = Callable[[Sequence[Path], Path], list[Any]]
 """Reads files, with a folder for what it needs meanwhile; the values of each."""
 
-_MODULE = "thinwire.deepspeed.files.pickles"
 _PACKAGES = Path(__file__).parents[3]
 
 
@@ -317,7 +294,7 @@ def read_apart(files: Sequence[Path], folder: Path) -> list[Any]:
     request = json.dumps({"folder": str(folder), "files": [str(path.absolute()) for path in files]})
     paths = os.pathsep.join([str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-m", _MODULE],
+        [sys.executable, "-c", f"from {__name__} import main; main()"],
         input=request + "\n",
         capture_output=True,
         text=True,
@@ -345,23 +322,6 @@ def take_answers(files: Sequence[Path], answers: Sequence[dict[str, Any]]) -> li
             RuntimeWarning,
             stacklevel=2,
         )
-    return [decode(answer["tree"], _mapped(Path(answer["tensors"]))) for answer in answers]
-
-
-def _mapped(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, as maps of it: they take memory where they are read."""
-    descriptor = open_file(path)
-    try:
-        stored = TensorReader(descriptor).tensors
-    finally:
-        os.close(descriptor)
-    content = torch.from_numpy(np.memmap(path, np.uint8, mode="c"))
-    tensors = {}
-    for key, one in stored.items():
-        run = content[one.offset : one.offset + one.numel * one.dtype.itemsize]
-        tensors[key] = run.view(one.dtype).view(one.shape) if one.numel else torch.empty(one.shape, dtype=one.dtype)
-    return tensors
-
-
-if __name__ == "__main__":
-    main()
+    with torch.serialization.safe_globals([Record, Unreadable]):
+        # As maps of these files: tensors take memory where they are read.
+        return [torch.load(answer["plain"], weights_only=True, mmap=True) for answer in answers]

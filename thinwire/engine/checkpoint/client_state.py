@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -58,9 +59,9 @@ def unpack_client_state(
 
     Raises KeyError, IndexError, TypeError or ValueError for what it did not pack.
     """
-    root: dict[str, Any] = {"": _copied(plain)}
+    root: dict[str, Any] = {"": deepcopy(plain)}  # to be filled in
     if special and special[0].kind == "pairs" and not special[0].path:
-        root = {"": _copied(plain[""])}
+        root = root[""]
     for one in reversed(special):
         holder: Any = root
         path: list[str | int] = ["", *one.path]
@@ -141,10 +142,3 @@ def _restored(one: SpecialValue, value: Any, read: Callable[[str], Tensor]) -> A
         return tensor
     array = tensor.numpy()
     return array if one.kind == "array" else array[()]
-
-
-def _copied(value: Any) -> Any:
-    """Dicts and lists of its own, to be filled in."""
-    if isinstance(value, Mapping):
-        return {key: _copied(one) for key, one in value.items()}
-    return [_copied(one) for one in value] if isinstance(value, list) else value

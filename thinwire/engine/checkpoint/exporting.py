@@ -22,15 +22,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator, threads
-from thinwire.engine.checkpoint.files import (
-    DTYPES,
-    LazyTensor,
-    dtype_name,
-    sync_folder,
-    values_of,
-    write_tensors,
-    write_whole,
-)
+from thinwire.engine.checkpoint.files import DTYPES, LazyTensor, dtype_name, sync_folder, write_tensors, write_whole
 from thinwire.engine.checkpoint.loading import LoadedCheckpoint, candidates_to_load, examine
 from thinwire.engine.checkpoint.manifest import MANIFEST, Candidate, Manifest
 from thinwire.engine.checkpoint.store import CheckpointStore
@@ -126,7 +118,7 @@ def _replace(path: Path, tensors: Mapping[str, Tensor | LazyTensor], same: Mappi
 def _save(path: Path, tensors: Mapping[str, Tensor | LazyTensor], same: Mapping[str, str]) -> None:
     values: dict[str, Tensor] = {}
     for name, one in tensors.items():
-        tensor = values_of(one).detach().cpu().reshape(one.shape)
+        tensor = one.contiguous().detach().cpu().reshape(one.shape)
         # torch.save writes the whole memory that a view is of.
         values[name] = tensor if tensor.untyped_storage().nbytes() == one.nbytes else tensor.clone()
     values |= {alias: values[name] for alias, name in same.items()}
@@ -225,12 +217,10 @@ def verify(arguments: argparse.Namespace) -> int:
     exit_code = _WHOLE
     for candidate in candidates:
         problems = examine(candidate.path).problems
-        for problem in problems:
-            say(f"{candidate.path.name}: {problem}")
+        for told in problems or ["whole"]:
+            say(f"{candidate.path.name}: {told}")
         if problems:
             exit_code = _DAMAGED
-        else:
-            say(f"{candidate.path.name}: whole")
     return exit_code
 
 
@@ -319,17 +309,16 @@ def _describe(path: Path, manifest: Manifest) -> dict[str, Any]:
 def _in_words(description: dict[str, Any]) -> str:
     parameters = description["parameters"]
     dtypes = ", ".join(parameters["dtypes"])
-    step = "unknown" if description["step"] is None else description["step"]
-    rows: list[tuple[str, Any]] = [
-        ("tag", description["tag"]),
-        ("path", description["path"]),
-        ("step", step),
-        ("world size", description["world_size"]),
-        ("parameters", f"{parameters['tensors']} tensors, {parameters['elements']:,} elements, {dtypes}"),
-    ]
-    rows += [(f"kind {kind}", f"{size:,} bytes") for kind, size in description["bytes_of_kind"].items()]
-    rows += [("buffers", ", ".join(description["buffers"]) or "none")]
-    rows += [("of each rank", ", ".join(description["rank_tensors"]) or "none")]
-    rows += [(file, f"{size:,} bytes") for file, size in description["files"].items()]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    rows: dict[str, Any] = {
+        "tag": description["tag"],
+        "path": description["path"],
+        "step": "unknown" if description["step"] is None else description["step"],
+        "world size": description["world_size"],
+        "parameters": f"{parameters['tensors']} tensors, {parameters['elements']:,} elements, {dtypes}",
+        **{f"kind {kind}": f"{size:,} bytes" for kind, size in description["bytes_of_kind"].items()},
+        "buffers": ", ".join(description["buffers"]) or "none",
+        "of each rank": ", ".join(description["rank_tensors"]) or "none",
+        **{file: f"{size:,} bytes" for file, size in description["files"].items()},
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())

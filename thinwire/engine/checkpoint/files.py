@@ -140,15 +140,12 @@ DTYPES = {dtype_name(dtype): dtype for dtype in CODES}
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor's dtype and shape, known now, and its values, asked for when their turn comes."""
+    """A tensor's dtype and shape, known now, and its values, asked for by `contiguous()` when their turn comes: on the
+    CPU. That raises CheckpointError if they can no longer be read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    values: Callable[[], Tensor]
-
-    def contiguous(self) -> Tensor:
-        """The tensor, on the CPU. Raises CheckpointError if it can no longer be read."""
-        return self.values()
+    contiguous: Callable[[], Tensor]
 
     @property
     def nbytes(self) -> int:
@@ -174,7 +171,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor]) -> tup
     header = len(header).to_bytes(_LENGTH_BYTES, "little") + header
     digest, size = hashlib.sha256(), 0
     with os.fdopen(create_file(path), "wb") as file:
-        for content in chain([memoryview(header)], (_bytes_of(values_of(tensors[key])) for key in order)):
+        for content in chain([memoryview(header)], (_bytes_of(tensors[key]) for key in order)):
             for start in range(0, len(content), _WRITE_BYTES):
                 chunk = content[start : start + _WRITE_BYTES]
                 file.write(chunk)
@@ -185,14 +182,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor]) -> tup
     return size, digest.hexdigest()
 
 
-def values_of(one: Tensor | LazyTensor) -> Tensor:
-    """The tensor itself."""
-    return one if isinstance(one, Tensor) else one.values()
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _bytes_of(tensor: Tensor | LazyTensor) -> memoryview:
     """A tensor's values, in row-major order, as bytes in CPU memory."""
-    here = tensor.detach().cpu().contiguous()
+    here = tensor.contiguous().detach().cpu()
     # Not view(-1): a contiguous tensor of one element may have any stride, which byte views refuse.
     flat = here.as_strided((here.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
@@ -205,11 +197,6 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-
-    @property
-    def numel(self) -> int:
-        """Its number of elements."""
-        return math.prod(self.shape)
 
 
 class TensorReader:
@@ -248,8 +235,7 @@ class TensorReader:
 
 def checksum(descriptor: int) -> str:
     """The sha256 of a whole file. Raises OSError."""
-    digest = hashlib.sha256()
-    offset = 0
+    digest, offset = hashlib.sha256(), 0
     while chunk := os.pread(descriptor, _READ_BYTES, offset):
         digest.update(chunk)
         offset += len(chunk)
