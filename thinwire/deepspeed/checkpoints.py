@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from thinwire.deepspeed.files.model_files import looks_like_deepspeed
 from thinwire.engine.checkpoint.manifest import MANIFEST
@@ -57,13 +58,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
     torch.save writes all memory that a tensor lies in, a whole bucket's where it is a view of one.
     """
-    if isinstance(item, torch.Tensor):
-        return item.detach().clone().to(device)
-    if isinstance(item, list | tuple):
-        return type(item)(clone_tensors_for_torch_save(one, device) for one in item)
-    if isinstance(item, dict):
-        return type(item)({key: clone_tensors_for_torch_save(one, device) for key, one in item.items()})
-    return item
+    return tree_map_only(torch.Tensor, lambda one: one.detach().clone().to(device), item)
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from thinwire.deepspeed import ranks as comm
 from thinwire.deepspeed.devices import get_accelerator
@@ -143,18 +144,5 @@ def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def required_torch_version(min_version: str | float | None = None, max_version: str | float | None = None) -> bool:
     """Whether torch is not older than the one and not newer than the other, "2.4" or 2.4."""
-    installed = _numbers(torch.__version__)
-    low, high = _numbers(min_version or 0), _numbers(max_version or torch.__version__)
-    return low <= installed <= high
-
-
-def _numbers(version: str | float) -> tuple[int, ...]:
-    """The leading numbers of a version, without zeros at the end."""
-    found: list[int] = []
-    for part in str(version).partition("+")[0].split("."):
-        if not part.isdecimal():
-            break
-        found.append(int(part))
-    while found and found[-1] == 0:
-        found.pop()
-    return tuple(found)
+    installed = TorchVersion(torch.__version__.partition("+")[0])
+    return str(min_version or 0) <= installed <= str(max_version or installed)

@@ -51,7 +51,10 @@ def checkpoint_activations(
     twice.
     """
     names = _matches(model, modules)
-    _check_apart(names)
+    for outer in names:
+        inner = next((name for name in names if name != outer and (not outer or name.startswith(f"{outer}."))), None)
+        if inner is not None:
+            raise ValueError(f"{inner!r} lies inside {outer or 'the model'!r} and would run three times: name one")
     for name in names:
         _check_plain(name, model.get_submodule(name))
     for name in names:
@@ -74,34 +77,22 @@ def recomputed_call(
     inputs that need gradients in CPU memory, page-locked where they come from a GPU. `contexts`: makes what each of the
     two runs is inside of.
     """
-    differentiable: list[Tensor] = []
-
-    def set_aside(value: Any) -> Any:
-        if not (isinstance(value, Tensor) and value.requires_grad):
-            return value
-        differentiable.append(value)
-        return _Place(len(differentiable) - 1)
-
+    names, count, inputs = list(kwargs), len(args), [*args, *kwargs.values()]
     # Only these are saved by autograd, and so moved to the CPU: masks and the like are shared by all layers.
-    shared_args = tuple(map(set_aside, args))
-    shared_kwargs = {key: set_aside(value) for key, value in kwargs.items()}
+    places = [place for place, one in enumerate(inputs) if isinstance(one, Tensor) and one.requires_grad]
+    differentiable = [inputs[place] for place in places]
+    for place in places:
+        inputs[place] = None
 
     def run_with(*values: Tensor) -> Any:
-        def put_back(value: Any) -> Any:
-            return values[value.number] if isinstance(value, _Place) else value
-
-        return run(*map(put_back, shared_args), **{key: put_back(value) for key, value in shared_kwargs.items()})
+        given = list(inputs)
+        for place, value in zip(places, values, strict=True):
+            given[place] = value
+        return run(*given[:count], **dict(zip(names, given[count:], strict=True)))
 
     on_gpu = any(tensor.is_cuda for tensor in differentiable)
     with save_on_cpu(pin_memory=on_gpu) if cpu_checkpointing else nullcontext():
         return checkpoint(run_with, *differentiable, use_reentrant=False, context_fn=contexts)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Stands for an input that needs a gradient, among those that do not."""
-
-    number: int
 
 
 class _RecomputedForward:
@@ -118,7 +109,11 @@ class _RecomputedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
-        self._check_uncached(kwargs)
+        if cache := next((key for key in _CACHES if kwargs.get(key) is not None), None):
+            raise ValueError(
+                f"{type(self._module).__name__} got {cache}, which running it again in backward would fill twice: set "
+                "model.config.use_cache = False for training"
+            )
         return recomputed_call(self._run, args, kwargs, cpu_checkpointing=self._cpu_checkpointing)
 
     def restore(self) -> None:
@@ -132,14 +127,6 @@ class _RecomputedForward:
         if self._before is not None:
             return self._before(*args, **kwargs)
         return type(self._module).forward(self._module, *args, **kwargs)
-
-    def _check_uncached(self, kwargs: Mapping[str, Any]) -> None:
-        cache = next((key for key in _CACHES if kwargs.get(key) is not None), None)
-        if cache is not None:
-            raise ValueError(
-                f"{type(self._module).__name__} got {cache}, which running it again in backward would fill twice: set "
-                "model.config.use_cache = False for training"
-            )
 
 
 def _matches(model: nn.Module, wanted: Sequence[str]) -> list[str]:
@@ -161,13 +148,6 @@ def _matches(model: nn.Module, wanted: Sequence[str]) -> list[str]:
     if not chosen:
         raise ValueError("no modules were named: name some")
     return list(chosen)
-
-
-def _check_apart(names: Sequence[str]) -> None:
-    for outer in names:
-        inner = next((name for name in names if name != outer and (not outer or name.startswith(f"{outer}."))), None)
-        if inner is not None:
-            raise ValueError(f"{inner!r} lies inside {outer or 'the model'!r} and would run three times: name one")
 
 
 def _check_plain(name: str, module: nn.Module) -> None:

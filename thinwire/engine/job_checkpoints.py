@@ -286,10 +286,16 @@ class JobCheckpoints:
         elif parts.custom is None:
             optimizer.load_weights(found)
         with torch.no_grad():
-            if parts.custom is None:
-                self._load_others(found)
-            else:
+            if parts.custom is not None:
                 parts.custom(src=_state_dict(found), dst=self._job.model)
+                return
+            for name, parameter in self._others.items():
+                if name in found.model.parameters:
+                    fill(parameter, partial(found.read, "weight", name))
+            saved = found.buffers()
+            for name, buffer in self._buffers().items():
+                if name in saved:
+                    buffer.copy_(saved[name])
 
     def _keep_missing(self, found: LoadedCheckpoint) -> None:
         """Let the checkpoint answer with the present values of what the optimizer holds and it lacks."""
@@ -307,15 +313,6 @@ class JobCheckpoints:
                 # Values of their own: loading writes to the memory that these are views of.
                 kept.append(SavedSlice(one.kind, one.name, one.start, one.tensor.clone()))
         found.kept = OwnSlices(found.world_size, {}, kept, {})
-
-    def _load_others(self, found: LoadedCheckpoint) -> None:
-        for name, parameter in self._others.items():
-            if name in found.model.parameters:
-                fill(parameter, partial(found.read, "weight", name))
-        saved = found.buffers()
-        for name, buffer in self._buffers().items():
-            if name in saved:
-                buffer.copy_(saved[name])
 
     def _check(self, found: LoadedCheckpoint, parts: Parts) -> None:
         """Raise what schedule, data and buffers have against this checkpoint, before anything has changed."""

@@ -171,7 +171,11 @@ class OptimizerBuilder:
         def plan() -> tuple[torch.dtype, list[list[str]]]:
             dtype = stage3.computing_dtype(model, self.precision.dtype)
             averaging.check_parameters(held, dtype)
-            return dtype, _names(groups, model)
+            name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+            foreign = sum(id(parameter) not in name_of for group in groups for parameter in group["params"])
+            if foreign:
+                raise ValueError(f"{foreign} of the optimizer's parameters are not in the model: pass the model's own")
+            return dtype, [[name_of[id(parameter)] for parameter in group["params"]] for group in groups]
 
         dtype, names = on_every_rank(comm, plan, "shard its model", (ValueError, TypeError))
         joined = stage3.join_process_group(comm, self.device)
@@ -202,14 +206,6 @@ def _stepped_on(zero: ZeroConfig, device: torch.device) -> torch.device | None:
     if device.type == "cpu" or state == shards:
         return None
     return torch.device("cpu") if state == "cpu" else device
-
-
-def _names(groups: list[dict[str, Any]], model: nn.Module) -> list[list[str]]:
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    foreign = sum(id(parameter) not in name_of for group in groups for parameter in group["params"])
-    if foreign:
-        raise ValueError(f"{foreign} of the optimizer's parameters are not in the model: pass the model's own")
-    return [[name_of[id(parameter)] for parameter in group["params"]] for group in groups]
 
 
 class CallError(RuntimeError, AssertionError):

@@ -6,8 +6,8 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Constructions:
     def __init__(self, finished: Callable[[nn.Module], None], apply: Apply) -> None:
         self._finished = finished
         self._apply = apply
-        self._originals: list[tuple[type, str, Any]] = []
+        self._undo = ExitStack()
         self._constructing: set[int] = set()
         self._thread = 0
 
@@ -59,12 +59,7 @@ class Constructions:
         self._replace(nn.Module, "__init_subclass__", classmethod(defined))
 
     def __exit__(self, *_: object) -> None:
-        while self._originals:
-            kind, name, original = self._originals.pop()
-            if original is None:
-                delattr(kind, name)
-            else:
-                setattr(kind, name, original)
+        self._undo.close()
 
     def _watch_memory(self) -> None:
         original = nn.Module.to_empty
@@ -102,7 +97,8 @@ class Constructions:
         self._replace(kind, "__init__", watched)
 
     def _replace(self, kind: type, name: str, new: Any) -> None:
-        self._originals.append((kind, name, vars(kind).get(name)))
+        before = (setattr, kind, name, vars(kind)[name]) if name in vars(kind) else (delattr, kind, name)
+        self._undo.callback(*before)
         setattr(kind, name, new)
 
 
@@ -156,17 +152,15 @@ class Init:
         settings = _read(config_dict_or_path if config is None else config)
         self._cutting = _cutting(settings, dtype, remote_device, pin_memory)
         self._comm = _join(data_parallel_group, mpu)
-        if module is not None:
-            self._cut_all(module)
+        for one in [] if module is None else module.modules():
+            self._cut(one)
 
     def __enter__(self) -> None:
         if self._enabled:
             self._constructions = Constructions(self._cut, _apply_gathered)
             self._constructions.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._constructions is not None:
             self._constructions.__exit__()
             self._constructions = None
@@ -176,13 +170,10 @@ class Init:
         """Cut a module's own parameters."""
         assert self._comm is not None
         for parameter in module._parameters.values():
-            if parameter is None or shard_of(parameter) is not None or not _has_values(parameter):
+            if parameter is None or parameter.is_meta or torch.nn.parameter.is_lazy(parameter):
                 continue
-            ParameterShard(parameter, self._comm, self._cutting)
-
-    def _cut_all(self, model: nn.Module) -> None:
-        for module in model.modules():
-            self._cut(module)
+            if shard_of(parameter) is None and not is_sharded(parameter):
+                ParameterShard(parameter, self._comm, self._cutting)
 
 
 def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
@@ -192,11 +183,6 @@ def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Mo
     with GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
         fn(module)
     return module
-
-
-def _has_values(parameter: nn.Parameter) -> bool:
-    lazy = torch.nn.parameter.is_lazy(parameter)
-    return not (lazy or parameter.is_meta or is_sharded(parameter))
 
 
 def _check_others(others: Mapping[str, Any]) -> None:

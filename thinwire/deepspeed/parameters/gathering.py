@@ -10,7 +10,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cache
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,12 +23,11 @@ from thinwire.deepspeed.parameters.fragments import safe_set_full_fp32_param
 from thinwire.deepspeed.parameters.marks import (
     ParameterShard,
     ZeroParamStatus,
-    communicator_of,
     current,
+    noted,
     register_external_parameter,
     set_status,
     shard_of,
-    taken_before,
 )
 from thinwire.zero.fsdp import WHOLE, gathered, is_sharded, local_run, whole
 from thinwire.zero.home import find_state
@@ -73,18 +71,6 @@ def _class() -> type[Tensor]:
             return f"GatheredShards({gathered(self)!r})"
 
     return GatheredShards
-
-
-def show_whole(parameter: Tensor, whole: Tensor) -> None:
-    """Have a sharded parameter answer as `whole`, which writes to it go to, until `show_shard`."""
-    setattr(parameter, WHOLE, whole)
-    parameter.__class__ = _class()
-
-
-def show_shard(parameter: Tensor) -> None:
-    """Have it be the shards again, which have not changed meanwhile."""
-    parameter.__class__ = _class().__bases__[0]
-    delattr(parameter, WHOLE)
 
 
 _DROPPED = (
@@ -144,9 +130,7 @@ class GatheredParameters:
             one.open(writes=self._root is not None)
 
     @torch.no_grad()
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._comm is None:
             return
         try:
@@ -205,7 +189,6 @@ class _Gathering(ABC):
     def keep(self, comm: Communicator, root: int) -> None:
         """Give rank `root`'s values to all ranks. Collective."""
 
-    @abstractmethod
     def close(self) -> None:
         """Hold the shard alone again, where it did."""
 
@@ -246,7 +229,7 @@ class _Sharded(_Gathering):
     def __init__(self, parameter: Tensor, comm: Communicator | None) -> None:
         super().__init__(parameter)
         self.comm = comm
-        self._before = taken_before(parameter)  # which a script may read and write as well
+        self._before: Tensor | None = noted(parameter, "before")  # which a script may read and write as well
         self._opened = False
         self._seen: list[tuple[int, int]] = []
 
@@ -254,7 +237,8 @@ class _Sharded(_Gathering):
     def open(self, writes: bool) -> None:
         self._opened = gathered(self.parameter) is None
         if self._opened:
-            show_whole(self.parameter, whole(self.parameter, self.parameter.device).clone())
+            setattr(self.parameter, WHOLE, whole(self.parameter, self.parameter.device).clone())
+            self.parameter.__class__ = _class()
             set_status(self.parameter, ZeroParamStatus.AVAILABLE)
             if self._before is not None:
                 self._before.data = self._whole()
@@ -285,7 +269,8 @@ class _Sharded(_Gathering):
     @override
     def close(self) -> None:
         if self._opened:
-            show_shard(self.parameter)
+            self.parameter.__class__ = _class().__bases__[0]
+            delattr(self.parameter, WHOLE)
             set_status(self.parameter, ZeroParamStatus.NOT_AVAILABLE)
             if self._before is not None:
                 self._before.data = self._before.data.new_empty(0)
@@ -325,10 +310,6 @@ class _Whole(_Gathering):
         if self._found is not None and self._found[0].cuts_parameters:  # what a forward has left gathered
             safe_set_full_fp32_param(self.parameter, values)
 
-    @override
-    def close(self) -> None:
-        self._before = None
-
 
 def _gathering_of(parameter: Any) -> _Gathering | None:
     if not isinstance(parameter, Tensor):
@@ -337,7 +318,7 @@ def _gathering_of(parameter: Any) -> _Gathering | None:
     if shard is not None:
         assert isinstance(parameter, nn.Parameter)
         return _Placeholder(parameter, shard)
-    return _Sharded(parameter, communicator_of(parameter)) if is_sharded(parameter) else _Whole(parameter)
+    return _Sharded(parameter, noted(parameter, "comm")) if is_sharded(parameter) else _Whole(parameter)
 
 
 def _anywhere(comm: Communicator, flags: list[bool]) -> list[bool]:

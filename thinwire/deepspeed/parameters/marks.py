@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,29 +51,20 @@ def mark(parameter: Tensor, comm: Communicator, layer: nn.Module | None, before:
         before.grad, before.data = None, before.data.new_empty(0)
 
 
+def noted(parameter: Any, what: Literal["comm", "layer", "now", "before"]) -> Any:
+    """What is noted of a parameter, if it is and there still.
+
+    "comm": the ranks that share it. "layer": it is gathered with; none for the whole model. "now": what has taken the
+    place of one that was taken before `initialize`; "before": what stood in its place then.
+    """
+    found: weakref.ref[Any] | None = getattr(getattr(parameter, _MARK, None), what, None)
+    return None if found is None else found()
+
+
 def current(parameter: Any) -> Any:
     """What stands now in the place of a parameter that was taken before `initialize`; any other is that itself."""
-    found: _Mark | None = getattr(parameter, _MARK, None)
-    now = None if found is None or found.now is None else found.now()
+    now = noted(parameter, "now")
     return parameter if now is None else now
-
-
-def taken_before(parameter: Tensor) -> Tensor | None:
-    """The one that stood in its place before `initialize`, if it is there still."""
-    found: _Mark | None = getattr(parameter, _MARK, None)
-    return None if found is None or found.before is None else found.before()
-
-
-def communicator_of(parameter: Tensor) -> Communicator | None:
-    """The ranks that share it; None where no engine has sharded it, or that is gone."""
-    found: _Mark | None = getattr(parameter, _MARK, None)
-    return None if found is None else found.comm()
-
-
-def layer_of(parameter: Tensor) -> nn.Module | None:
-    """The layer that it is gathered with; None for the whole model."""
-    found: _Mark | None = getattr(parameter, _MARK, None)
-    return None if found is None or found.layer is None else found.layer()
 
 
 # Parameters that a module uses although they are another module's: stage 3 has to gather them for both
@@ -97,7 +88,7 @@ def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
             f"{type(module).__name__} and {type(parameter).__name__}"
         )
     parameter = current(parameter)
-    layer = layer_of(parameter)
+    layer = noted(parameter, "layer")
     if is_sharded(parameter) and layer is not None and all(module is not one for one in layer.modules()):
         raise RuntimeError(
             f"the parameter of shape {tuple(parameter.shape)} belongs to a layer that stage 3 gathers apart, so that "

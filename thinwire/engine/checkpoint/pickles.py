@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
 
 from thinwire.engine.checkpoint.files import open_file
 from thinwire.engine.errors import CheckpointError
@@ -26,7 +24,14 @@ def is_pickle(path: Path) -> bool:
         return True
     try:
         with os.fdopen(open_file(path), "rb") as file:
-            return _is_protocol_header(file.read(9)) or _is_torch_archive(file)
+            head = file.read(9)
+            # A safetensors file can start with the same bytes: its header's length, eight of them. Then comes a brace.
+            if len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5 and head[8:] != b"{":
+                return True
+            if not zipfile.is_zipfile(file):
+                return False
+            with zipfile.ZipFile(file) as archive:
+                return any(name.endswith(".pkl") for name in archive.namelist())
     except (OSError, zipfile.BadZipFile):
         return False
 
@@ -48,7 +53,12 @@ def refuse_pickle(path: Path) -> None:
 
 def _refuse_content(folder: Path, what: str) -> None:
     """Look at the files in a folder and right below it."""
-    if importable := _first_file(folder.glob(_IMPORTABLE), folder.glob(f"*/{_IMPORTABLE}")):
+    try:
+        found = [*folder.glob(_IMPORTABLE), *folder.glob(f"*/{_IMPORTABLE}")]
+        importable = next((path for path in found if path.is_file()), None)
+    except OSError:
+        importable = None
+    if importable:
         one = importable.parent == folder
         command = f"{folder.absolute().parent} --tag {folder.name}" if one else f"{folder}"
         raise CheckpointError(
@@ -58,23 +68,3 @@ def _refuse_content(folder: Path, what: str) -> None:
     for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
         if path.is_file() and is_pickle(path):
             raise CheckpointError(f"{folder} {what}: {path} is {_ADVICE}")
-
-
-def _first_file(*found: Iterable[Path]) -> Path | None:
-    try:
-        return next((path for paths in found for path in paths if path.is_file()), None)
-    except OSError:
-        return None
-
-
-def _is_protocol_header(head: bytes) -> bool:
-    # A safetensors file can start with the same bytes: its header's length, eight of them. Then comes a brace.
-    return len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5 and head[8:] != b"{"
-
-
-def _is_torch_archive(file: BinaryIO) -> bool:
-    """Whether torch.save wrote it: a zip file with a pickle in it."""
-    if not zipfile.is_zipfile(file):
-        return False
-    with zipfile.ZipFile(file) as archive:
-        return any(name.endswith(".pkl") for name in archive.namelist())
