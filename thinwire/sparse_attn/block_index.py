@@ -1,11 +1,13 @@
 """A layout as kernels read it: which blocks each row of blocks attends and which attend each column, in a few integers
-a block instead of a mask of all; and the pattern, what a kernel is told besides its matrices."""
+a block instead of a mask of all; the pattern, what a kernel is told besides its matrices; and the named tuples in which
+kernels of every device take tensors, with strides in elements."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,3 +148,21 @@ class Pattern:
     causal: bool
     scale: float
     dropout_p: float
+
+
+class Heads(NamedTuple):
+    """A tensor [B, H, S, D] whose columns lie side by side: its memory, and the strides of samples, heads and rows."""
+
+    memory: Any
+    batch: Any
+    head: Any
+    row: Any
+
+
+class Sizes(NamedTuple):
+    """Of q [B, heads, queries, width] and k [B, heads, keys, width]."""
+
+    heads: Any
+    queries: Any
+    keys: Any
+    width: Any

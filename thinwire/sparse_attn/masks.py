@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +64,27 @@ def biases(
         of_pairs.append(_four_dimensional("rpe", rpe, sizes, (2, 3, 4), shapes).to(dtype))
     key_bias, bias = (sum(parts[1:], parts[0]) if parts else None for parts in (of_keys, of_pairs))
     return key_bias, bias
+
+
+class Biases(NamedTuple):
+    """What is added to scores: float32 [B, Sk] for keys and [B|1, H|1, Sq, Sk] for pairs, with the latter's strides in
+    elements, 0 where one sample or head serves all."""
+
+    keys: Any
+    pairs: Any
+    batch: Any
+    head: Any
+    row: Any
+    column: Any
+
+    @classmethod
+    def of(cls, keys: Tensor | None, pairs: Tensor | None, nothing: Tensor) -> Biases:
+        """The two that `biases` gives; a tensor, `nothing`, stands for one that is None."""
+        keys = nothing if keys is None else keys.contiguous()
+        if pairs is None:
+            return cls(keys, nothing, 0, 0, 0, 0)
+        batch, head, row, column = pairs.stride()
+        return cls(keys, pairs, batch if pairs.size(0) > 1 else 0, head if pairs.size(1) > 1 else 0, row, column)
 
 
 def _four_dimensional(

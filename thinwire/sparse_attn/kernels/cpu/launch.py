@@ -6,6 +6,7 @@ Loops calculate in float32: what is not float32 is converted head by head, so th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -15,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.simd.workers import Workers
-from thinwire.sparse_attn.block_index import Pattern
-from thinwire.sparse_attn.kernels.cpu.backward import backward_heads
-from thinwire.sparse_attn.kernels.cpu.forward import forward_heads
-from thinwire.sparse_attn.kernels.cpu.tiles import Biases, Blocks, Dropout, Heads, Integers, Scores, Sizes
+from thinwire.sparse_attn.block_index import Heads, Pattern, Sizes
+from thinwire.sparse_attn.kernels.cpu.attention import backward_heads, forward_heads
+from thinwire.sparse_attn.kernels.cpu.tiles import Blocks, Dropout, Integers, Scores
+from thinwire.sparse_attn.masks import Biases
 from thinwire.sparse_attn.reference import head_keys, keep_threshold
 
 _NOTHING = np.empty(0, np.float32)
@@ -41,11 +42,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, 
         q, k, v = map(_in_float32, (q, k, v))
         results = out if _is_direct(out) else torch.empty(out.shape, dtype=torch.float32)
     scores, flat_lse = _scores(q, k, pattern), lse.view(-1).numpy()
-
-    def loop(matrices: Sequence[Heads], tasks: Integers) -> None:
-        queries, keys, values, outputs = matrices
-        forward_heads(queries, keys, values, outputs, flat_lse, scores, tasks, parts)
-
+    loop = functools.partial(forward_heads, flat_lse, scores, parts)
     _share_out(loop, (q, k, v), (results,), [[task] for task in range(heads * parts)], threads)
     if results is not out:
         out.copy_(results)
@@ -63,18 +60,14 @@ def backward(
         pattern, d_bias = dataclasses.replace(pattern, bias=bias), torch.zeros_like(bias)
     scores, flat_lse = _scores(q, k, pattern), lse.view(-1).numpy()
     flat_d_bias = _NOTHING if d_bias is None else _flat(d_bias)
-
-    def loop(matrices: Sequence[Heads], numbers: Integers) -> None:
-        of_out, queries, keys, values, outputs, of_q, of_k, of_v = matrices
-        backward_heads(of_out, queries, keys, values, outputs, flat_lse, of_q, of_k, of_v, flat_d_bias, scores, numbers)
-
+    loop = functools.partial(backward_heads, flat_lse, flat_d_bias, scores)
     groups = _heads_that_share(d_bias, q.size(0), q.size(1))
     _share_out(loop, (d_out, q, k, v, out), gradients, groups, _workers.threads())
     return *gradients, d_bias
 
 
 def _share_out(
-    loop: Callable[[Sequence[Heads], Integers], None],
+    loop: Callable[[tuple[Heads, ...], Integers], None],
     inputs: Sequence[Tensor],
     results: Sequence[Tensor],
     groups: Sequence[Sequence[int]],
@@ -88,7 +81,7 @@ def _share_out(
     count = min(len(groups), threads * _SHARES if threads > 1 else 1)
     edges = [len(groups) * share // max(count, 1) for share in range(count + 1)]
     direct = all(map(_is_direct, (*inputs, *results)))
-    whole = [_heads(one) for one in (*inputs, *results)] if direct else []
+    whole = tuple(map(_heads, (*inputs, *results))) if direct else ()
 
     def work(share: int) -> None:
         numbers = list(itertools.chain.from_iterable(groups[edges[share] : edges[share + 1]]))
@@ -99,7 +92,7 @@ def _share_out(
             batch, head = divmod(number, inputs[0].size(1))
             of_head = [torch.empty(one.shape[2:], dtype=torch.float32) for one in results]
             matrices = [*(_in_float32(one[batch, head]) for one in inputs), *of_head]
-            loop([_heads(one) for one in matrices], np.array([number], np.int32))
+            loop(tuple(map(_heads, matrices)), np.array([number], np.int32))
             for one, values in zip(results, of_head, strict=True):
                 one[batch, head].copy_(values)
 
@@ -109,13 +102,8 @@ def _share_out(
 def _scores(q: Tensor, k: Tensor, pattern: Pattern) -> Scores:
     """The pattern as loops see it."""
     (batch, heads, queries, width), keys = q.shape, k.size(2)
-    index, bias = pattern.index, pattern.bias
-    key_bias = _NOTHING if pattern.key_bias is None else pattern.key_bias.contiguous().view(-1).numpy()
-    biases = Biases(key_bias, _NOTHING, 0, 0, 0, 0)
-    if bias is not None:
-        sample, head, row, column = bias.stride()
-        shared = (bias.size(0) == 1, bias.size(1) == 1)
-        biases = Biases(key_bias, _flat(bias), 0 if shared[0] else sample, 0 if shared[1] else head, row, column)
+    index, biases = pattern.index, Biases.of(pattern.key_bias, pattern.bias, nothing=torch.empty(0))
+    biases = biases._replace(keys=_flat(biases.keys), pairs=_flat(biases.pairs))
     hash_keys = _NO_KEYS
     if pattern.dropout_p > 0:
         hash_keys = head_keys(pattern.seed, batch * heads).numpy().astype(np.uint32)

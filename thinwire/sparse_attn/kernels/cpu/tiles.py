@@ -14,21 +14,11 @@ from thinwire.simd import floats, integers
 from thinwire.simd.building import LANES
 from thinwire.simd.compiling import helper
 from thinwire.simd.products import Matrix
+from thinwire.sparse_attn.block_index import Heads, Sizes
+from thinwire.sparse_attn.masks import Biases
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int32]
-
-
-class Heads(NamedTuple):
-    """A tensor [B, H, S, D] whose columns lie side by side: the strides of samples, heads and rows.
-
-    Without the first two strides, one matrix [S, D] that stands for every head.
-    """
-
-    values: Floats
-    batch: int
-    head: int
-    row: int
 
 
 class Rows(NamedTuple):
@@ -46,27 +36,6 @@ class Blocks(NamedTuple):
     heads: int
     num_rows: int
     block: int
-
-
-class Sizes(NamedTuple):
-    """Of q [B, heads, queries, width] and k [B, heads, keys, width]."""
-
-    heads: int
-    queries: int
-    keys: int
-    width: int
-
-
-class Biases(NamedTuple):
-    """What is added to scores, both empty where there is none: [B, Sk], and [B|1, H|1, Sq, Sk] with its strides, of
-    which one is 0 where one sample or head serves all."""
-
-    keys: Floats
-    pairs: Floats
-    batch: int
-    head: int
-    row: int
-    column: int
 
 
 class Dropout(NamedTuple):
@@ -142,7 +111,7 @@ _FACTOR_1, _FACTOR_2, _GOLDEN = np.uint32(0x7FEB352D), np.uint32(0x846CA68B), np
 @helper
 def rows_of(heads: Heads, batch: int, head: int) -> Rows:
     """The matrix of one head of one sample."""
-    return Rows(heads.values[batch * heads.batch + head * heads.head :], heads.row)
+    return Rows(heads.memory[batch * heads.batch + head * heads.head :], heads.row)
 
 
 @helper

@@ -18,10 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.sparse_attn.block_index import Pattern
-from thinwire.sparse_attn.kernels.triton.backward import add_parts_kernel, keys_kernel, queries_kernel
-from thinwire.sparse_attn.kernels.triton.forward import forward_kernel, merge_kernel
-from thinwire.sparse_attn.kernels.triton.plan import Biases, Config, Dropout, Heads, Sizes, Walk, Work, kept_plan
+from thinwire.sparse_attn.block_index import Heads, Pattern, Sizes
+from thinwire.sparse_attn.kernels.triton.attention import (
+    add_parts_kernel,
+    forward_kernel,
+    keys_kernel,
+    merge_kernel,
+    queries_kernel,
+)
+from thinwire.sparse_attn.kernels.triton.plan import Config, Dropout, Walk, Work, kept_plan
+from thinwire.sparse_attn.masks import Biases
 from thinwire.sparse_attn.reference import keep_threshold
 
 P = ParamSpec("P")
@@ -159,11 +165,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, 
     parts = call.parts(work)
     part_lse = torch.empty(parts.shape[:3], device=q.device)
     forward_kernel[(len(work.items), call.batch)](
-        *map(Heads.of, (q, k, v, out)), lse, _walk(work), parts, part_lse, **call.scores()
+        *map(_heads, (q, k, v, out)), lse, _walk(work), parts, part_lse, **call.scores()
     )
     if len(work.merges):
         merge_kernel[(len(work.merges), call.batch)](
-            Heads.of(out), lse, work.merges, work.slots, parts, part_lse, call.sizes, **call.options()
+            _heads(out), lse, work.merges, work.slots, parts, part_lse, call.sizes, **call.options()
         )
     return out, lse
 
@@ -182,13 +188,13 @@ def backward(
         return d_q.zero_(), d_k, d_v, None if bias is None else torch.zeros_like(bias)
     d_bias = None if bias is None else bias.new_zeros(*q.shape[:3], k.size(2))
     delta = (d_out.float() * out.float()).sum(-1)
-    inputs = (*map(Heads.of, (d_out, q, k, v)), lse, delta)
+    inputs = (*map(_heads, (d_out, q, k, v)), lse, delta)
 
     call = _Call.of("queries", q, k, pattern)
     rows, _ = call.plans()
     parts = call.parts(rows)
     queries_kernel[(len(rows.items), call.batch)](
-        *inputs, Heads.of(d_q), d_bias, _walk(rows), parts, factor=pattern.scale, **call.scores()
+        *inputs, _heads(d_q), d_bias, _walk(rows), parts, factor=pattern.scale, **call.scores()
     )
     _add_parts(call, d_q, rows, parts)
 
@@ -196,11 +202,15 @@ def backward(
     _, columns = call.plans()
     k_parts, v_parts = call.parts(columns), call.parts(columns)
     keys_kernel[(len(columns.items), call.batch)](
-        *inputs, Heads.of(d_k), Heads.of(d_v), _walk(columns), k_parts, v_parts, factor=pattern.scale, **call.scores()
+        *inputs, _heads(d_k), _heads(d_v), _walk(columns), k_parts, v_parts, factor=pattern.scale, **call.scores()
     )
     _add_parts(call, d_k, columns, k_parts)
     _add_parts(call, d_v, columns, v_parts)
     return d_q, d_k, d_v, None if d_bias is None or bias is None else d_bias.sum_to_size(bias.shape)
+
+
+def _heads(tensor: Tensor) -> Heads:
+    return Heads(tensor, *tensor.stride()[:3])
 
 
 def _walk(work: Work) -> Walk:
@@ -211,5 +221,5 @@ def _add_parts(call: _Call, target: Tensor, work: Work, parts: Tensor) -> None:
     if len(work.merges):
         length, width = target.shape[2:]
         add_parts_kernel[(len(work.merges), call.batch)](
-            Heads.of(target), work.merges, work.slots, parts, length, width, **call.options()
+            _heads(target), work.merges, work.slots, parts, length, width, **call.options()
         )

@@ -29,8 +29,8 @@ def load_item(walk, config):
 @triton.jit
 def rows_of(heads, batch, head, length, width):
     """The rows of one head of one sample."""
-    first = batch * heads.batch_stride + head * heads.head_stride
-    return Rows(memory=heads.memory + first, stride=heads.row_stride, length=length, width=width)
+    first = batch * heads.batch + head * heads.head
+    return Rows(memory=heads.memory + first, stride=heads.row, length=length, width=width)
 
 
 @triton.jit
@@ -41,18 +41,19 @@ def part_of(parts, number, config):
 
 
 @triton.jit
-def this_head(item, sizes, biases, dropout, scale):
+def this_head(item, walk, sizes, biases, dropout, scale):
     """What the scores of an item's head depend on."""
     return Head(
         number=item.batch * sizes.heads + item.head,
         queries=sizes.queries,
         keys=sizes.keys,
         key_bias=biases.keys + item.batch * sizes.keys,
-        bias=biases.pairs + item.batch * biases.batch_stride + item.head * biases.head_stride,
-        bias_row=biases.row_stride,
-        bias_column=biases.column_stride,
+        bias=biases.pairs + item.batch * biases.batch + item.head * biases.head,
+        bias_row=biases.row,
+        bias_column=biases.column,
         scale=scale,
         dropout=dropout,
+        walk=walk,
     )
 
 
