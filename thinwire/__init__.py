@@ -16,6 +16,7 @@ __all__ = [
     "OneBitAdam",
     "OneBitLamb",
     "OneBitLion",
+    "OneBitMuon",
     "ShardedOptimizer",
     "ZeroOneAdam",
     "__version__",
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from thinwire import comm, compress, deepspeed, engine, hugging_face, optim, plan, pld, sparse_attn, zero
     from thinwire.comm import Elastic
     from thinwire.deepspeed.initialization import initialize
-    from thinwire.optim import DiLoCo, ElasticSampler, OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
+    from thinwire.optim import DiLoCo, ElasticSampler, OneBitAdam, OneBitLamb, OneBitLion, OneBitMuon, ZeroOneAdam
     from thinwire.zero import ShardedOptimizer
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

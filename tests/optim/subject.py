@@ -15,6 +15,7 @@ from thinwire.comm import Communicator
 from thinwire.optim import registry
 from thinwire.optim.freeze_group import next_send as next_send_of
 from thinwire.optim.registry import OptimizerEntry
+from thinwire.optim.settings import OneBitOptions
 from thinwire.optim.step import Clock, Send
 
 FREEZE = 6
@@ -79,7 +80,8 @@ class Subject:
         return model, optimizer
 
 
-SUBJECTS = [Subject(name, stage) for name in registry.NAMES for stage in registry.entry(name).stages]
+_OF_ALGORITHMS = [name for name in registry.NAMES if issubclass(registry.entry(name).options, OneBitOptions)]
+SUBJECTS = [Subject(name, stage) for name in _OF_ALGORITHMS for stage in registry.entry(name).stages]
 ROUNDED = [Subject("OneBitAdam", 0, "int4"), Subject("ZeroOneAdam", 1, "int8")]
 """Those whose warmup rounds what it averages, and keeps what that loses."""
 

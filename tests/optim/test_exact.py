@@ -146,7 +146,7 @@ def train_language_model(model: Model, *optimizers: torch.optim.Optimizer) -> No
 def test_it_is_torchs_muon_and_adamw(settings: dict) -> None:
     model, other = make_language_model(), make_language_model()
     mark_matrices(model.named_parameters())
-    train_language_model(model, Muon(model.parameters(), **settings))
+    train_language_model(model, Muon(model.parameters(), ns_dtype="bf16", **settings))
 
     kernel = other.convolution.weight
     matrix = kernel.detach().view(4, -1)  # a matrix of its own, that shares the kernel's memory
@@ -262,8 +262,8 @@ def test_accumulation_and_clipping_are_those_of_one_process(stage: int, options:
         return weights(model)
 
     expected = by_one_process(3, 6, accumulation=2, max_norm=0.5, **options)
-    # Newton-Schulz works in bf16, and Lion takes signs: a difference in the last bit becomes a part of a step.
-    tolerance = {"Lamb": 2e-6, "Muon": 2e-3, "Lion": 2.1e-3}[options["optimizer_class"].__name__]
+    # Lion takes signs: a difference in the last bit becomes a part of a step.
+    tolerance = {"Lamb": 2e-6, "Muon": 2e-5, "Lion": 2.1e-3}[options["optimizer_class"].__name__]
     for mine in threads.run(body, 3):
         torch.testing.assert_close(mine, expected, rtol=0, atol=tolerance)
 
@@ -278,6 +278,8 @@ def test_every_parameter_lies_whole_at_one_owner(stage: int, options: dict) -> N
         whole = {name: one.numel() for name, one in model.named_parameters()}
         kinds = {"master", "exp_avg", "exp_avg_sq", "momentum_buffer"}
         state = [one for one in optimizer.saved_slices() if one.kind in kinds]
+        vectors = () if options is LAMB else {name for name in whole if "bias" in name}  # which AdamW steps in parts
+        state = [one for one in state if one.name not in vectors]
         assert all(one.tensor.numel() == whole[one.name] and one.start == 0 for one in state)
         owned = {one.name for one in state if one.kind == "master"}
         assert owned == {one.name for one in state}
@@ -285,7 +287,8 @@ def test_every_parameter_lies_whole_at_one_owner(stage: int, options: dict) -> N
 
     of_rank = threads.run(body, 2)
     names = [name for owned, _ in of_rank for name in owned]
-    assert sorted(names) == sorted(name for name, _ in make_model().named_parameters())
+    known = [name for name, _ in make_model().named_parameters() if options is LAMB or "bias" not in name]
+    assert sorted(names) == sorted(known)
     assert max(held for _, held in of_rank) < 0.7 * sum(held for _, held in of_rank)
 
 

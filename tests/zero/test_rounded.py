@@ -324,11 +324,34 @@ def test_what_cannot_be_rounded_is_refused(comm: Communicator, options: dict[str
 
 
 @on_threads(2)
-def test_ranks_with_other_codecs_and_a_grad_scaler_are_refused(comm: Communicator) -> None:
-    codec = "int4" if comm.rank else "int8"
-    refused(ValueError, "codecs.*against", build, comm, make_model(), 1, codec)
-    model = make_model()
-    optimizer = build(comm, model, 1, "int4")
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(loss_of(model, comm.rank, 0)).backward()
-    refused(RuntimeError, "use bf16, or the engine's fp16", scaler.step, optimizer)
+def test_ranks_with_other_codecs_are_refused(comm: Communicator) -> None:
+    refused(ValueError, "codecs.*against", build, comm, make_model(), 1, "int4" if comm.rank else "int8")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_residuals_make_good_for_a_scale_that_a_grad_scaler_tells_late(stage: int) -> None:
+    """What SGD has moved by, and what is left in residuals, are together the sum of all gradients."""
+
+    def gradient_of(rank: int, step: int) -> Tensor:
+        return torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+
+    def body(comm: Communicator) -> Any:
+        model = nn.Linear(64, 4, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = build(comm, model, stage, "sign1", optimizer_class=torch.optim.SGD, lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        for step in range(7):
+            scaler.scale((model.weight * gradient_of(comm.rank, step)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 32.0
+        return save(comm, optimizer)
+
+    saved = join(threads.run(body, 2))
+    found = -saved.read("master" if stage else "weight", "weight", 0, 256)
+    found += sum(saved.read_rank("gradient_residual.weight", rank) for rank in range(2)) / 2
+    if stage == 0:
+        found += saved.read("average_residual", "weight", 0, 256)
+    wanted = sum(gradient_of(rank, step) for rank in range(2) for step in range(7)) / 2
+    torch.testing.assert_close(found, wanted.view(-1), rtol=0, atol=1e-5)

@@ -16,6 +16,7 @@ __all__ = [
     "OneBitAdam",
     "OneBitLamb",
     "OneBitLion",
+    "OneBitMuon",
     "ZeroOneAdam",
 ]
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from thinwire.optim.exact import Lamb, Lion, Muon
     from thinwire.optim.lamb import OneBitLamb
     from thinwire.optim.lion import OneBitLion
+    from thinwire.optim.muon import OneBitMuon
     from thinwire.optim.zero_one import ZeroOneAdam
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

@@ -1,17 +1,21 @@
 """Optimizers that torch lacks or that need whole parameters, uncompressed: torch optimizers, which ShardedOptimizer
 shards. LAMB is Adam's update times a trust ratio a parameter (You et al. 2020, arXiv 1904.00962); Lion the sign of a
-momentum (Chen et al. 2023, arXiv 2302.06675); Muon is torch's for matrices, with AdamW for the rest."""
+momentum (Chen et al. 2023, arXiv 2302.06675); Muon orthogonalises the momentum of matrices (Jordan et al. 2024)."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
+
+AdjustLr = Literal["original", "match_rms_adamw"]
+NewtonSchulzType = Literal["fp32", "bf16"]
 
 
 def check_not_negative(**values: float) -> None:
@@ -63,7 +67,7 @@ class Lamb(_ExactOptimizer):
     Raises ValueError for values out of range.
     """
 
-    whole_parameters = True
+    whole_parameters = staticmethod(lambda group: True)
 
     def __init__(
         self,
@@ -172,18 +176,43 @@ class Lion(_ExactOptimizer):
         torch._foreach_add_(momenta, gradients, alpha=1 - beta2)
 
 
-_NOT_HIDDEN = ("embed", "lm_head")
+_COEFFICIENTS = 3.4445, -4.7750, 2.0315
+_LEAST_NORM = 1e-7
+
+
+def orthogonalize(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    """U S Vᵀ, in `dtype`, of a `matrix` U Σ Vᵀ, with S about 1: Newton-Schulz iterations of a quintic polynomial, the
+    same operations, and in bf16 the same bits, as in torch.optim.Muon."""
+    a, b, c = _COEFFICIENTS
+    found = matrix.to(dtype, copy=True)
+    tall = found.size(0) > found.size(1)
+    if tall:
+        found = found.T
+    found.div_(found.norm().clamp(min=_LEAST_NORM))
+    for _ in range(steps):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if tall else found
+
+
+def rate_of_matrix(shape: torch.Size, adjust: str | None) -> float:
+    """What a matrix's learning rate is times: "match_rms_adamw" 0.2·√max(rows, columns), by which an update is as large
+    as one of AdamW's (arXiv 2502.16982), and "original" √max(1, rows / columns)."""
+    rows, columns = shape[0], math.prod(shape[1:])
+    return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
 
 
 class Muon(_ExactOptimizer):
-    """torch.optim.Muon (Jordan et al. 2024) where a group has `use_muon` true, torch.optim.AdamW where it is false.
+    """Muon (Jordan et al. 2024) for groups that have `use_muon` true, torch.optim.AdamW for those that have it false.
 
-    Sharded, every parameter lies whole on one rank. Groups that do not say are cut in two, the matrices first: a
-    parameter is one if its attribute `use_muon` is true, or, where it has none, if it has two dimensions or more. Those
-    beyond the first count as one, as for the kernels of convolutions.
+    m ← μ m + (1 - μ) g; w ← (1 - ηλ) w - η·r·O(μ m + (1 - μ) g), with O = `orthogonalize` and r = `rate_of_matrix`;
+    O(m) without `nesterov`. Sharded, every matrix lies whole on one rank. Groups that do not say are cut in two, the
+    matrices first: a parameter is one if its attribute `use_muon` is true, or, without that attribute, if it has two
+    dimensions or more and no name that says embedding or head. Dimensions beyond the first count as one, as for the
+    kernels of convolutions.
 
     Args:
-        params: parameters or groups.
+        params: parameters or groups, with names or without.
         lr: of matrices, 0.02 where neither this nor `muon_lr` is given, and of the rest, 3e-4 without `adam_lr`.
         momentum: of matrices.
         weight_decay: decoupled, of both.
@@ -193,12 +222,13 @@ class Muon(_ExactOptimizer):
         eps: of the rest.
         nesterov: whether the momentum looks ahead.
         ns_steps: of the Newton-Schulz iteration.
-        adjust_lr_fn: what a matrix's rate is times, as in torch: "original" √max(1, rows / columns).
+        adjust_lr_fn: what a matrix's rate is times; None is "original".
+        ns_dtype: of the iteration, "fp32" or "bf16"; None is fp32 on a CPU and bf16, as in torch.optim.Muon, elsewhere.
 
     Raises ValueError for values out of range, or a group of matrices with a parameter of fewer than two dimensions.
     """
 
-    whole_parameters = True
+    whole_parameters = staticmethod(lambda group: bool(group["use_muon"]))
 
     def __init__(
         self,
@@ -212,17 +242,22 @@ class Muon(_ExactOptimizer):
         eps: float = 1e-10,
         nesterov: bool = True,
         ns_steps: int = 5,
-        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        adjust_lr_fn: AdjustLr | None = None,
+        ns_dtype: NewtonSchulzType | None = None,
     ) -> None:
         rates = _rates(lr, muon_lr, adam_lr)
         check_not_negative(lr=min(rates), momentum=momentum, weight_decay=weight_decay, eps=eps)
         check_betas(betas)
         if not 1 <= ns_steps < 100:
             raise ValueError(f"ns_steps must be from 1 to 99, got {ns_steps}")
+        if adjust_lr_fn not in (None, *get_args(AdjustLr)):
+            raise ValueError(f"adjust_lr_fn must be one of {', '.join(get_args(AdjustLr))}, got {adjust_lr_fn!r}")
+        if ns_dtype not in (None, *get_args(NewtonSchulzType)):
+            raise ValueError(f"ns_dtype must be one of {', '.join(get_args(NewtonSchulzType))}, got {ns_dtype!r}")
         defaults: dict[str, Any] = {"lr": rates[1], "use_muon": False, "momentum": momentum, "betas": betas, "eps": eps}
         defaults |= {"weight_decay": weight_decay, "nesterov": nesterov, "ns_steps": ns_steps}
         groups = self.arrange(params, lr=lr, muon_lr=muon_lr, adam_lr=adam_lr)
-        super().__init__(groups, {**defaults, "adjust_lr_fn": adjust_lr_fn})
+        super().__init__(groups, {**defaults, "adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype})
 
     @staticmethod
     def arrange(params: ParamsT, **options: Any) -> list[dict[str, Any]]:
@@ -232,7 +267,7 @@ class Muon(_ExactOptimizer):
         """
         muon_lr, adam_lr = _rates(*(options.get(name) for name in ("lr", "muon_lr", "adam_lr")))
         found: list[dict[str, Any]] = []
-        for group in _groups(params):
+        for group in groups_of(params):
             if "use_muon" in group:
                 found.append(group)
             else:
@@ -259,29 +294,35 @@ class Muon(_ExactOptimizer):
 
     def _move_matrices(self, group: dict[str, Any]) -> None:
         shapes = group.get("shapes") or [parameter.shape for parameter in group["params"]]
-        moved = [(one, shape) for one, shape in zip(group["params"], shapes, strict=True) if one.grad is not None]
-        if not moved:
-            return
-        matrices = [parameter.detach().view(shape[0], -1) for parameter, shape in moved]
-        settings = ("lr", "weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
-        inner = torch.optim.Muon(matrices, **{name: group[name] for name in settings})
-        for (parameter, _), matrix in zip(moved, matrices, strict=True):
-            state = self.state[parameter]
+        momentum, rate = group["momentum"], float(group["lr"])
+        for parameter, shape in zip(group["params"], shapes, strict=True):
+            gradient, state = parameter.grad, self.state[parameter]
+            if gradient is None or not parameter.numel():
+                continue
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            inner.state[matrix]["momentum_buffer"] = state["momentum_buffer"].view_as(matrix)
-            assert parameter.grad is not None
-            matrix.grad = parameter.grad.view_as(matrix)
-        inner.step()  # type: ignore[no-untyped-call]
+            mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+            ahead = gradient.lerp(mean, momentum) if group["nesterov"] else mean
+            wide = group["ns_dtype"] == "fp32" or (group["ns_dtype"] is None and parameter.device.type == "cpu")
+            dtype = torch.float32 if wide else torch.bfloat16
+            update = orthogonalize(ahead.view(shape[0], -1), group["ns_steps"], dtype)
+            parameter.mul_(1 - rate * group["weight_decay"])
+            parameter.add_(update.reshape(parameter.shape), alpha=-rate * rate_of_matrix(shape, group["adjust_lr_fn"]))
+
+
+_NOT_HIDDEN = re.compile(r"(^|[._])(emb\w*|wte|wpe|head)([._]|$)", re.IGNORECASE)
+
+
+def is_hidden_matrix(parameter: Tensor, name: str = "") -> bool:
+    """Whether Muon takes a parameter: its attribute `use_muon`, or else if it has two dimensions or more, and no name
+    of an embedding or the language model's head."""
+    return bool(getattr(parameter, "use_muon", parameter.dim() >= 2 and not _NOT_HIDDEN.search(name)))
 
 
 def mark_matrices(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Set the attribute `use_muon` of parameters that have none: of two dimensions or more, not of an embedding or the
-    language model's head by their names."""
+    """Set the attribute `use_muon` of parameters that have none, by their names and dimensions."""
     for name, parameter in named:
-        if not hasattr(parameter, "use_muon"):
-            hidden = not any(word in name.lower() for word in _NOT_HIDDEN)
-            parameter.use_muon = hidden and parameter.dim() >= 2  # type: ignore[attr-defined]
+        parameter.use_muon = is_hidden_matrix(parameter, name)  # type: ignore[attr-defined]
 
 
 def _rates(lr: float | None, muon_lr: float | None, adam_lr: float | None) -> tuple[float, float]:
@@ -289,7 +330,8 @@ def _rates(lr: float | None, muon_lr: float | None, adam_lr: float | None) -> tu
     return (both[0] if muon_lr is None else muon_lr, both[1] if adam_lr is None else adam_lr)
 
 
-def _groups(params: ParamsT) -> list[dict[str, Any]]:
+def groups_of(params: ParamsT) -> list[dict[str, Any]]:
+    """The groups of parameters, or the one that they are."""
     given: list[Any] = list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     for group in groups:
@@ -302,8 +344,8 @@ def _halves(group: dict[str, Any]) -> list[dict[str, Any]]:
     settings = {key: value for key, value in group.items() if key != "params"}
     halves: dict[bool, list[Any]] = {True: [], False: []}
     for one in group["params"]:
-        parameter = _tensor(one)
-        halves[bool(getattr(parameter, "use_muon", parameter.dim() >= 2))].append(one)
+        name, parameter = one if isinstance(one, tuple) else ("", one)
+        halves[is_hidden_matrix(parameter, name)].append(one)
     return [{**settings, "params": held, "use_muon": which} for which, held in halves.items() if held]
 
 
@@ -317,7 +359,7 @@ EXACT: Mapping[str, type[torch.optim.Optimizer]] = {"Lamb": Lamb, "Lion": Lion, 
 
 def needs_whole_parameters(name: str) -> bool:
     """Whether the optimizer of this name, ours or torch's, cannot step a part of a parameter by itself."""
-    return name in EXACT and bool(getattr(EXACT[name], "whole_parameters", False))
+    return name in EXACT and hasattr(EXACT[name], "whole_parameters")
 
 
 class Adam(torch.optim.Adam):

@@ -43,12 +43,12 @@ class SavingsReport:
     Args:
         optimizer: whose end, or the process's, is the end of the run.
         comm: its ranks.
-        recipe: what says when it freezes; another one may take its place.
+        recipe: what says when it freezes; another one may take its place. None if there is nothing to freeze.
         uncompressed: bytes that a ring all-reduce of its gradients sends in a step.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, comm: Communicator, *, recipe: Recipe, uncompressed: int
+        self, optimizer: torch.optim.Optimizer, comm: Communicator, *, recipe: Recipe | None, uncompressed: int
     ) -> None:
         self._name = type(optimizer).__name__
         self.recipe = recipe
@@ -65,8 +65,9 @@ class SavingsReport:
 
     @property
     def _freezes(self) -> str:
-        step = self.recipe.freeze_step
-        return "" if step is None else f"{self.recipe.freeze_option}={step!r}"
+        if self.recipe is None or self.recipe.freeze_step is None:
+            return ""
+        return f"{self.recipe.freeze_option}={self.recipe.freeze_step!r}"
 
     def note(self, steps: int, frozen_at: int | None, sent: int, uncompressed: int, peak: int) -> None:
         """Take note of a step: the counts of all steps so far, and the step with the highest rate."""
@@ -98,6 +99,7 @@ class SavingsReport:
         )
 
     def _advice(self) -> str:
+        assert self.recipe is not None
         if self.recipe.freeze_step == "auto":
             return "the variance had not settled, after which freeze_step='auto' freezes"
         step = max(self._peak, math.ceil(self._steps / 5))

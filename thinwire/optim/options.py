@@ -20,6 +20,7 @@ from thinwire.optim.settings import WarmupWire
 from thinwire.optim.step import ROUNDING, AdamSettings, Peak
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
+from thinwire.zero.sharded_home import check_interval
 
 Backend = Literal["nccl", "gloo", "mpi"]
 Nodes = Literal["auto", "flat"] | Sequence[int]
@@ -127,8 +128,7 @@ class HomeOptions:
             )
         if self.warmup_wire != "fp32" and self.averaging.wire_dtype is not None:
             raise ValueError("warmup_wire and averaging's wire_dtype say the same: give one of them")
-        if isinstance(self.resync_interval, bool) or not self.resync_interval >= 1:
-            raise ValueError(f"resync_interval must be at least 1 step, got {self.resync_interval!r}")
+        check_interval(self.resync_interval)
         if self.on_drift not in ("repair", "raise"):
             raise ValueError(f"on_drift must be 'repair' or 'raise', got {self.on_drift!r}")
         if self.reversible is False and self.max_norm:

@@ -55,6 +55,7 @@ _WHOLE_STATE = (
     "stage 3 gathers every layer's parameters, and would have to gather its momentum, in full precision, and each "
     "worker of the 1-bit exchange needs its own whole residual and momentum, which stage 3 would shard"
 )
+_WHOLE_MATRICES = "its owners step whole matrices, and stage 3 keeps them in pieces"
 _NO_GRADIENT = (
     "a gradient lives only while its bucket is in flight, at every stage, so that there is none to shard once steps "
     "are compressed"
@@ -68,6 +69,7 @@ _ENTRIES = (
     ),
     OptimizerEntry("ZeroOneAdam", "AdamW", {2: _LOCAL, 3: _LOCAL}, "var_freeze_step", local_steps=True, offloads=False),
     OptimizerEntry("OneBitLion", "Lion", {2: _NO_GRADIENT, 3: _WHOLE_STATE}, offloads=False),
+    OptimizerEntry("OneBitMuon", "Muon", {3: _WHOLE_MATRICES}, elementwise=False),
 )
 
 _BY_NAME = {one.name: one for one in _ENTRIES}

@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from thinwire.compress.packet_layout import BlockCodecName
+
 LARGEST_NUMBER = 2**63
 """Bound of whole numbers, and of its negative: they become machine numbers."""
 
@@ -128,10 +130,34 @@ class OneBitLionOptions(OneBitOptions):
     betas: Betas = (0.9, 0.99)
 
 
+_Codecs = BlockCodecName | Annotated[tuple[BlockCodecName, BlockCodecName], BeforeValidator(as_tuple)]
+
+
+class OneBitMuonOptions(OptionModel):
+    """Arguments of OneBitMuon."""
+
+    lr: NotNegative = 1e-3
+    momentum: Share = 0.95
+    weight_decay: NotNegative = 0.0
+    codec: _Codecs = "stat2"
+    rest_codec: _Codecs = "int4"
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = "match_rms_adamw"
+    nesterov: bool = True
+    ns_steps: Annotated[WholeNumber, Field(ge=1, lt=100)] = 5
+    ns_dtype: Literal["fp32", "bf16"] | None = None
+    betas: Betas = (0.9, 0.95)
+    eps: NotNegative = 1e-10
+    muon_lr: NotNegative | None = None
+    adam_lr: NotNegative | None = None
+    block_size: BlockSize = 2048
+    comm_backend_name: Backend = unset()
+
+
 OPTIONS: Mapping[str, type[OptionModel]] = {
     "OneBitAdam": OneBitAdamOptions,
     "OneBitLamb": OneBitLambOptions,
     "ZeroOneAdam": ZeroOneAdamOptions,
     "OneBitLion": OneBitLionOptions,
+    "OneBitMuon": OneBitMuonOptions,
 }
 """By the names of the registry."""

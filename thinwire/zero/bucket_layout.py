@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from thinwire.compress.packet_layout import shard_numel
 
@@ -32,6 +33,8 @@ class BucketLayout:
     slots: tuple[Slot, ...]
     world_size: int
     block_size: int
+    whole: ClassVar[bool] = False
+    """Whether every parameter has one owner."""
 
     @cached_property
     def numel(self) -> int:
@@ -59,6 +62,7 @@ class WholeLayout(BucketLayout):
     """One in which every parameter lies in one shard, of `own` elements; what no parameter fills is between shards."""
 
     own: int
+    whole: ClassVar[bool] = True
 
     @property
     def numel(self) -> int:

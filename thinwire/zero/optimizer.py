@@ -20,7 +20,7 @@ from thinwire.zero import rounded
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, model_state_formula
 from thinwire.zero.gradients import averaging_gradients
 from thinwire.zero.home import NO_GRADIENTS, Held, ParameterState, StepResult
-from thinwire.zero.master_weights import Run, ShardedParameters, bring_beside
+from thinwire.zero.master_weights import FlatBucket, Run, ShardedParameters, bring_beside
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_same_kind, compare_replicas
 from thinwire.zero.saved_state import SavedSlice, SliceSource, group_settings, read_state, state_slices
@@ -30,14 +30,12 @@ from thinwire.zero.sharded_home import (
     ComparisonTimes,
     ShardedHome,
     Vote,
+    check_interval,
     clip_coefficient,
     norm_of_own,
     own_fragments,
 )
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
-
-_COMPARED_EVERY = 100
-"""Steps between two comparisons of replicas that every rank steps by itself, or adds differences to."""
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
@@ -52,7 +50,7 @@ class ShardOptimizer:
         runs: parts of parameters, by the parameters' numbers; `views`: their values, fp32.
         groups: the parameter groups, whose settings every step has; `group_of`: each parameter's.
         optimizer_class: builds the torch optimizer of groups.
-        shape_of: where runs are whole parameters, gives the "shapes" that groups have, for optimizers that do care.
+        bucket: that they lie in; where parameters have one owner, groups have their "shapes", for optimizers that care.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class ShardOptimizer:
         groups: Sequence[Mapping[str, Any]],
         group_of: Sequence[int],
         optimizer_class: OptimizerClass,
-        shape_of: Callable[[int], torch.Size] | None = None,
+        bucket: FlatBucket | None = None,
     ) -> None:
         self._runs = runs
         self._views = views
@@ -72,7 +70,7 @@ class ShardOptimizer:
             for number in sorted({group_of[run.parameter] for run in runs})
         }
         self._optimizer_class = optimizer_class
-        self._shape_of = shape_of
+        self._shape_of = bucket.shape_of if bucket is not None and bucket.layout.whole else None
         self.reset()
 
     def reset(self) -> None:
@@ -160,9 +158,9 @@ class ShardedOptimizer(SynchronizedOptimizer):
         params: parameters or groups, fp32, bf16 or fp16, on one device; the same on every rank. Their storage moves
             into flat buckets; rank 0's values are given to all. Parameters that require no gradient now are left alone.
         optimizer_class: any elementwise torch.optim class, or a function that builds one from groups. One that has
-            `whole_parameters = True` gets every parameter whole, on one rank, one-dimensional as others, with the
-            "shapes" in its groups; one that has `arrange(params, **options)` makes the groups: thinwire.optim's Lamb
-            and Muon.
+            `whole_parameters(group)` gets those of groups of which it is true whole, each on one rank, one-dimensional
+            as others, with the "shapes" in the group; one that has `arrange(params, **options)` makes the groups:
+            thinwire.optim's Lamb and Muon.
         stage: 0, 1 or 2.
         comm: a Communicator; by default `thinwire.comm.init()` finds out how the process was launched.
         named_parameters: names, and the order in which forward uses them; by default that of the groups.
@@ -178,7 +176,9 @@ class ShardedOptimizer(SynchronizedOptimizer):
         codec: round what is sent, with error feedback: gradients through `int4`, `int8`, `fp8`, `stat2` or `sign1`,
             and at stages 1 and 2 new weights as differences against what every rank holds, in 8 bits or, of a pair,
             through its second codec. Replicas have the same bits; master weights may be ahead of them. Gradients leave
-            once a step, at stage 2 too. Not with a torch GradScaler. None sends both exactly.
+            once a step, at stage 2 too. None sends both exactly.
+        rest_codec: in place of `codec`, for what needs no single owner: embeddings, norms and biases with Muon.
+        resync_interval: steps between two comparisons of replicas, at stage 0 and with `codec`.
         options: for the optimizer class: lr, betas, ...
 
     A parameter without a gradient on some ranks counts as zero there; without one on any rank it is left alone, as in
@@ -203,20 +203,26 @@ class ShardedOptimizer(SynchronizedOptimizer):
         block_size: int = 2048,
         averaging: Averaging = PLAIN_AVERAGING,
         codec: CodecName | tuple[CodecName, CodecName] | None = None,
+        rest_codec: CodecName | tuple[CodecName, CodecName] | None = None,
+        resync_interval: int = 100,
         **options: Any,
     ) -> None:
         self.comm = comm if comm is not None else communication.init()
         self.stage = stage
         self.max_norm = max_norm = 0.0 if max_norm is None else max_norm
         self._saved_name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
-        whole = getattr(optimizer_class, "whole_parameters", False)
-        codecs = (codec, codec if stage == 0 else "int8") if isinstance(codec, str) else codec
+        whole = getattr(optimizer_class, "whole_parameters", Sharding.whole_parameters)
+        codecs, of_rest = (
+            (one, one if stage == 0 else "int8") if isinstance(one, str) else one for one in (codec, rest_codec)
+        )
+        kept, told = (offload, pin_memory), {"resync_interval": resync_interval}
         sharding = Sharding(
-            stage, param_dtype, bucket_bytes, block_size, max_norm, offload, pin_memory, averaging, whole, codecs
+            stage, param_dtype, bucket_bytes, block_size, max_norm, *kept, averaging, whole, codecs, of_rest
         )
         error: Exception | None = None
         try:
             sharding.check()
+            check_interval(resync_interval)
             if (arrange := getattr(optimizer_class, "arrange", None)) is not None:
                 params = arrange(params, **options)
             super().__init__(params, optimizer_class([torch.zeros(1)], **options).defaults)
@@ -225,9 +231,9 @@ class ShardedOptimizer(SynchronizedOptimizer):
         raise_together(self.comm, error, "build its optimizer")
         check_same_kind(self.comm, f"{type(self).__name__} of {self._saved_name}", stage)
         parameters = ShardedParameters(
-            self.comm, self.param_groups, named_parameters, sharding, optimizer=type(self).__name__, settings={}
+            self.comm, self.param_groups, named_parameters, sharding, optimizer=type(self).__name__, settings=told
         )
-        home = _ElementwiseHome(parameters, lambda groups: optimizer_class(groups, **options))
+        home = _ElementwiseHome(parameters, lambda groups: optimizer_class(groups, **options), resync_interval)
         self._move_in(home, averaging.times_mean(self.comm.size))
         self._optimizers = home.optimizers
 
@@ -244,28 +250,23 @@ class ShardedOptimizer(SynchronizedOptimizer):
 class _ElementwiseHome(ShardedHome):
     """Gradients averaged exactly, and a torch optimizer's step on what this rank keeps."""
 
-    def __init__(self, parameters: ShardedParameters, optimizer_class: OptimizerClass) -> None:
+    def __init__(self, parameters: ShardedParameters, optimizer_class: OptimizerClass, resync_interval: int) -> None:
         super().__init__(parameters)
         sharding = parameters.sharding
         # Without a codec, at stage 2, every backward's gradients leave, and add up on their owners.
         (sharding.averaging if self._keeps_gradients else PLAIN_AVERAGING).prepare(self.parameters)
         self.rounded = rounded.rounded_gradients(parameters, self.watcher.seal, lambda: self.loss_scale)
         self.gradients = self.rounded or averaging_gradients(parameters, self.watcher.seal)
-        whole = sharding.whole_parameters
         groups, group_of = parameters.groups, parameters.order.group_of
         self.optimizers = [
-            ShardOptimizer(
-                one.runs, one.views, groups, group_of, optimizer_class, one.bucket.shape_of if whole else None
-            )
+            ShardOptimizer(one.runs, one.views, groups, group_of, optimizer_class, one.bucket)
             for one in parameters.masters
         ]
         self.watcher.use(self.gradients, self._keeps_gradients)
-        self._comparisons = ComparisonTimes(_COMPARED_EVERY)
+        self._comparisons = ComparisonTimes(resync_interval)
 
     @override
     def step(self) -> StepResult:
-        if self.scaled and self.rounded:
-            rounded.refuse_scaler()
         vote = self._begin_step()
         self.watcher.turn.moving = True
         self._parameters.take_over_written()
@@ -367,7 +368,7 @@ class _ElementwiseHome(ShardedHome):
             state_bytes=4 * sum(not kind.startswith("scalar.") for kind in kinds),
             gradient_bytes=self._parameters.gradient_bytes,
         )
-        if self._parameters.sharding.whole_parameters:  # which have state of other kinds, at owners of unequal shares
+        if any(one.layout.whole for one in self._parameters.buckets):  # other kinds of state, and unequal shares
             found["optimizer state"] = float(sum(one.state_bytes() for one in self.optimizers))
         return found | rounded.bytes_of_rounding(self.rounded, self._parameters)
 

@@ -102,6 +102,7 @@ class Placement:
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], named: Iterable[tuple[str, Tensor]] | None) -> None:
+        self._groups = groups
         every = [(parameter, number) for number, group in enumerate(groups) for parameter in group["params"]]
         held = [(parameter, number) for parameter, number in every if parameter.requires_grad]
         if not held:
@@ -125,14 +126,14 @@ class Placement:
         """Buckets of one dtype each, in the order in which backward completes them."""
         wanted = sharding.param_dtype
         dtypes = [wanted or one.dtype if one.dtype == torch.float32 else one.dtype for one in self.parameters]
+        whole = [sharding.whole_parameters(self._groups[number]) for number in self.group_of]
         numels = [parameter.numel() for parameter in self.parameters]
-        cut = partition_whole if sharding.whole_parameters else partition
         layouts: list[tuple[BucketLayout, torch.dtype]] = [
             (layout, dtype)
-            for dtype in sorted(set(dtypes), key=str)
-            for layout in cut(
+            for dtype, owned in sorted(set(zip(dtypes, whole, strict=True)), key=str)
+            for layout in (partition_whole if owned else partition)(
                 numels,
-                [number for number in self.order if dtypes[number] == dtype],
+                [number for number in self.order if (dtypes[number], whole[number]) == (dtype, owned)],
                 world_size=world_size,
                 block_size=sharding.block_size,
                 bucket_numel=max(1, sharding.bucket_bytes // dtype.itemsize),
@@ -172,7 +173,8 @@ def _names(groups: Sequence[Mapping[str, Any]], named: Iterable[tuple[str, Tenso
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is laid out: see ShardedOptimizer for each of them; `whole_parameters` have one owner each.
+    """How a model is laid out: see ShardedOptimizer for each of them. `whole_parameters`: of a group, whether its
+    parameters have one owner each; `rest_codecs`: where some have, those of the others.
 
     `check` raises ValueError or TypeError for what cannot work.
     """
@@ -185,8 +187,9 @@ class Sharding:
     offload: bool = False
     pin_memory: bool = True
     averaging: Averaging = PLAIN_AVERAGING
-    whole_parameters: bool = False
+    whole_parameters: Callable[[Mapping[str, Any]], bool] = lambda group: False
     codecs: tuple[CodecName, CodecName] | None = None  # of gradients, and of what comes back; None sends both exactly
+    rest_codecs: tuple[CodecName, CodecName] | None = None
 
     def check(self) -> None:
         """Raise ValueError or TypeError for what cannot work."""
@@ -206,8 +209,13 @@ class Sharding:
         if isinstance(self.block_size, bool) or not self.block_size >= 1:
             raise ValueError(f"block_size must be at least 1, got {self.block_size!r}")
         self.averaging.check()
-        if self.codecs is not None:
-            self._check_codecs(*self.codecs)
+        for pair in (self.codecs, self.rest_codecs):
+            if pair is not None:
+                self._check_codecs(*pair)
+
+    def codecs_of(self, layout: BucketLayout) -> tuple[CodecName, CodecName] | None:
+        """What a bucket's gradients, and what comes back, go through."""
+        return self.codecs if self.rest_codecs is None or layout.whole else self.rest_codecs
 
     def _check_codecs(self, there: CodecName, back: CodecName) -> None:
         for name in (there, back):
@@ -219,8 +227,8 @@ class Sharding:
             make_codec(name, self.block_size)
         if self.stage == 0 and there != back:
             raise ValueError(
-                f"stage 0 sends averages back as it sends gradients, got codec={self.codecs!r}: give one codec, or use "
-                "stage 1 or 2, where differences of weights come back"
+                f"stage 0 sends averages back as it sends gradients, got codec={(there, back)!r}: give one codec, or "
+                "use stage 1 or 2, where differences of weights come back"
             )
         if self.averaging.wire_dtype is not None or self.averaging.divide_first != 1.0:
             raise ValueError(
@@ -230,7 +238,8 @@ class Sharding:
 
     def compared(self) -> dict[str, Any]:
         """What has to be the same on every rank, as JSON can hold it."""
-        return {**asdict(self), "param_dtype": str(self.param_dtype), "averaging": self.averaging.compared()}
+        told = {"param_dtype": str(self.param_dtype), "averaging": self.averaging.compared(), "whole_parameters": ""}
+        return {**asdict(self), **told}
 
 
 class WeightGate:

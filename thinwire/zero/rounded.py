@@ -13,7 +13,6 @@ steps all weights: there leg 2 brings the average itself through C, with the own
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -39,8 +38,9 @@ class RoundedGradients(BucketGradients):
     """The gradients of one bucket's parameters, which leave once a step, through `codec`, with error feedback.
 
     `commit` takes the new residuals over; without it, as in a step that is skipped, they stay as they were. They are
-    times `loss_scale`, as the gradients that they are added to. At stages 1 and 2 gradients are given back as they are
-    taken.
+    times `loss_scale`, as the gradients that they are added to; of a scale that a GradScaler tells only with the step,
+    residuals make good then for having been added with the one before. At stages 1 and 2 gradients are given back as
+    they are taken.
     """
 
     def __init__(
@@ -91,8 +91,7 @@ class RoundedGradients(BucketGradients):
     def start(self) -> None:
         if self.stage == 0:
             self.exchange.payload.copy_(self._whole())
-        for gap in self.layout.gaps:
-            self.exchange.payload[gap].zero_()
+        self._clear_gaps(self.exchange.payload)
         self._scale_residuals(self._loss_scale())
         self._starts += 1
         self.exchange.start(self._starts)
@@ -120,8 +119,20 @@ class RoundedGradients(BucketGradients):
 
     def commit(self) -> None:
         """Take over the residuals of a step that is applied."""
-        if self.filled:
-            self.exchange.commit()
+        if not self.filled:
+            return
+        before = self.exchange.worker_residual, self.exchange.owner_residual
+        self.exchange.commit()
+        factor, self._scale = self._loss_scale() / self._scale, self._loss_scale()
+        for old, new in zip(before, (self.exchange.worker_residual, self.exchange.owner_residual), strict=True):
+            if factor != 1.0 and old is not None and new is not None:
+                new.add_(old, alpha=factor - 1)
+            if new is not None and len(new) == self.layout.padded_numel:
+                self._clear_gaps(new)
+
+    def _clear_gaps(self, values: Tensor) -> None:
+        for gap in self.layout.gaps:  # between owners' parameters, whose blocks reach into them
+            values[gap].zero_()
 
     def _scale_residuals(self, scale: float) -> None:
         factor, self._scale = scale / self._scale, scale
@@ -189,6 +200,8 @@ class WeightDifferences:
             exchange.outcome()
             ahead = torch.empty_like(bucket.flat, dtype=torch.float32)
             exchange.read(ahead)
+            for gap in bucket.layout.gaps:
+                ahead[gap].zero_()
             bucket.flat.add_(ahead)
 
         return wait
@@ -202,22 +215,15 @@ def rounded_gradients(
     sharding = parameters.sharding
     if sharding.codecs is None:
         return []
-    there, back = (make_codec(name, sharding.block_size) for name in sharding.codecs)
+    comm, averaging, found = parameters.exchange_comm, sharding.averaging, []
     for one in parameters.masters:
+        names = sharding.codecs_of(one.bucket.layout)
+        assert names is not None
+        there, back = (make_codec(name, sharding.block_size) for name in names)
         if one.ahead:
             one.send = WeightDifferences(one.bucket, back).publish
-    comm, averaging = parameters.exchange_comm, sharding.averaging
-    return [
-        RoundedGradients(one, comm, sharding.stage, averaging, seal, there, loss_scale) for one in parameters.buckets
-    ]
-
-
-def refuse_scaler() -> NoReturn:
-    """Raise RuntimeError: a torch GradScaler cannot step this optimizer."""
-    raise RuntimeError(
-        "a GradScaler tells by what gradients were scaled after they have been rounded and sent: with codec= use bf16, "
-        "or the engine's fp16 with its own loss scale"
-    )
+        found.append(RoundedGradients(one.bucket, comm, sharding.stage, averaging, seal, there, loss_scale))
+    return found
 
 
 def check_arrived(gradients: Sequence[RoundedGradients]) -> None:

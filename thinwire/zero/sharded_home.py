@@ -320,6 +320,12 @@ def settings_digest(groups: Sequence[Mapping[str, Any]], step: int) -> int:
     return zlib.crc32(repr((step, values)).encode()) & 0xFFFF
 
 
+def check_interval(steps: int) -> None:
+    """Raise ValueError unless replicas can be compared after so many `steps`."""
+    if isinstance(steps, bool) or not steps >= 1:
+        raise ValueError(f"resync_interval must be at least 1 step, got {steps!r}")
+
+
 class ComparisonTimes:
     """When replicas are compared: after every `interval`-th step or, where ranks hold weights of their own then, after
     the next that leaves them with the same."""

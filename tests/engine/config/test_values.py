@@ -211,7 +211,7 @@ NOT_WITH_LOCAL_STEPS: dict[str, dict[str, Any]] = {
             None,
             "only matters to OneBitAdam, OneBitLamb, ZeroOneAdam, OneBitLion",
         ),
-        ({"thinwire": {"resync_interval": 10}}, "AdamW", "ZeroOneAdam, OneBitLion, and the optimizer is AdamW"),
+        ({"thinwire": {"resync_interval": 10}}, "AdamW", "OneBitLion, OneBitMuon, and the optimizer is AdamW"),
     ],
 )
 def test_combinations_that_cannot_work(keys: dict[str, Any], optimizer: str | None, message: str) -> None:

@@ -72,6 +72,7 @@ _NAMES_OF: tuple[tuple[Any, str], ...] = (
     (list[WholeNumber], "milestones"),
     (Annotated[WholeNumber, Field(ge=1, lt=100)], "ns_steps"),
     (Literal["original", "match_rms_adamw"] | None, "adjust_lr_fn"),
+    (Literal["fp32", "bf16"] | None, "ns_dtype"),
     (Literal["log", "linear"], "warmup_type"),
     (Literal["triangular", "triangular2", "exp_range"], "mode"),
     (Literal["cycle", "iterations"], "scale_mode"),
