@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from tests.optim.training import make_model, train, weights
 from thinwire.comm import Communicator
+from thinwire.compress.codecs import make_codec
+from thinwire.compress.packet_layout import CodecName
 from thinwire.optim import registry
 from thinwire.optim.freeze_group import next_send as next_send_of
 from thinwire.optim.registry import OptimizerEntry
@@ -34,9 +36,11 @@ class Subject:
     name: str
     stage: int
     wire: str = "fp32"
+    codec: CodecName = "sign1"
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.stage}" + ("" if self.wire == "fp32" else f"-{self.wire}")
+        unusual = [one for one in (self.wire, self.codec) if one not in ("fp32", "sign1")]
+        return "-".join([self.name, str(self.stage), *unusual])
 
     @property
     def entry(self) -> OptimizerEntry:
@@ -47,6 +51,12 @@ class Subject:
         """Numbers of steps before an exact one, a compressed one, and one that is compressed once frozen."""
         warm = () if self.entry.freeze_option is None else (3, 4) if self.entry.local_steps else (3,)
         return (*warm, FREEZE + 3)
+
+    @property
+    def bits(self) -> float:
+        """Of an element in a compressed step, scales of its block of 2048 included."""
+        codec = make_codec(self.codec)
+        return (codec.packet_bytes(2048) - codec.packet_bytes(0)) / 256
 
     @property
     def packs(self) -> bool:
@@ -66,7 +76,7 @@ class Subject:
         if self.packs:
             defaults["reversible"] = True
         defaults |= {"lr": 5 * known["lr"].default, "block_size": 64, "bucket_bytes": 1000}
-        defaults |= {"stage": self.stage, "warmup_wire": self.wire}
+        defaults |= {"stage": self.stage, "warmup_wire": self.wire, "codec": self.codec}
         return self.entry.load()(params, comm=comm, **(defaults | options))
 
     def on_model(
@@ -84,6 +94,8 @@ _OF_ALGORITHMS = [name for name in registry.NAMES if issubclass(registry.entry(n
 SUBJECTS = [Subject(name, stage) for name in _OF_ALGORITHMS for stage in registry.entry(name).stages]
 ROUNDED = [Subject("OneBitAdam", 0, "int4"), Subject("ZeroOneAdam", 1, "int8")]
 """Those whose warmup rounds what it averages, and keeps what that loses."""
+CODED = [Subject("OneBitAdam", 2, codec="int4"), Subject("OneBitLamb", 1, codec="stat2")]
+"""Those that keep packed state through another codec than sign1."""
 
 
 def next_send(optimizer: Any) -> Send:

@@ -7,14 +7,14 @@ import warnings
 import pytest
 
 from tests.optim.behaviours import parameters, refusals, rounds, scaling, state
-from tests.optim.subject import ROUNDED, SIZES, SUBJECTS, WARNS, Body, Subject
+from tests.optim.subject import CODED, ROUNDED, SIZES, SUBJECTS, WARNS, Body, Subject
 from thinwire.comm import threads
 
 NOTED = (parameters, refusals, rounds, scaling, state)  # importing one notes its behaviours
 CASES = [(body, size) for body, sizes in SIZES.items() for size in sizes]
 
 
-@pytest.mark.parametrize("subject", [*SUBJECTS, *ROUNDED], ids=str)
+@pytest.mark.parametrize("subject", [*SUBJECTS, *ROUNDED, *CODED], ids=str)
 @pytest.mark.parametrize(("body", "size"), [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in CASES])
 def test(body: Body, size: int, subject: Subject) -> None:
     with warnings.catch_warnings(record=True) as caught:

@@ -27,6 +27,9 @@ BF16 = torch.bfloat16
         ("OneBitAdam", 1, 8, FREEZE + 20, BF16),
         ("OneBitAdam", 2, 1, FREEZE + 20, BF16),
         ("OneBitAdam", 2, 2, 3, None),
+        ("OneBitAdam-stat2", 1, 2, FREEZE + 20, BF16),
+        ("OneBitAdam-fp8", 2, 4, FREEZE + 3, None),
+        ("OneBitLamb-bf16", 1, 3, FREEZE + 11, BF16),
         ("OneBitLamb", 1, 1, FREEZE + 11, None),
         ("OneBitLamb", 1, 4, FREEZE - 3, None),
         ("ZeroOneAdam", 1, 4, 3, None),
@@ -38,7 +41,8 @@ BF16 = torch.bfloat16
 def test_state_and_the_mean_of_the_residuals_go_to_another_number_of_ranks(
     name: str, stage: int, ranks: int, moment: int, dtype: torch.dtype | None
 ) -> None:
-    subject = Subject(name, stage)
+    name, _, codec = name.partition("-")
+    subject = Subject(name, stage, codec=codec or "sign1")
     options = {"param_dtype": dtype, "weight_decay": 0.1, "on_drift": "raise", "resync_interval": 5}
 
     def first(comm: Communicator):

@@ -103,7 +103,7 @@ class Form:
 
     @property
     def packs(self) -> bool:
-        """Whether sharded state is packed once it is frozen: momentum as signs, 1 / d in 8 bits, weights moved by
+        """Whether sharded state is packed once it is frozen: momentum as packets, 1 / d in 8 bits, weights moved by
         `rates`."""
         return self.payload == "divided"
 

@@ -63,7 +63,7 @@ class HomeOptions:
         named_parameters: names, for checkpoints and errors; by default those that `params` come with.
         param_dtype: torch.bfloat16 or torch.float16 lays fp32 parameters out in it, with fp32 master weights.
         codec: what compressed steps go through: "sign1" (1 bit), "stat2" (2 bits), "int4", "fp8", "int8", "bf16",
-            "fp16" or "none". 1-bit Adam and LAMB keep their sharded state as signs, and take "sign1" alone there.
+            "fp16" or "none". 1-bit Adam and LAMB keep their sharded momentum in it, too.
         block_size: elements that share one scale, a multiple of 64.
         bucket_bytes: bytes of gradients that leave together; None is an eighth of the model, from 4 to 16 MiB, or at
             stages 1 and 2 16 MiB.
@@ -136,7 +136,7 @@ class HomeOptions:
         make_codec(self.codec, self.block_size)
         self.sharding.check()
         # What only the other home has is refused, rather than ignored.
-        foreign = _ONLY_SHARDED if self.stage == 0 else _ONLY_REPLICATED | (_NOT_PACKED if packs else _ONLY_PACKED)
+        foreign = _ONLY_SHARDED if self.stage == 0 else _ONLY_REPLICATED | ({} if packs else _ONLY_PACKED)
         default = HomeOptions()
         for name, instead in foreign.items():
             if getattr(self, name) != getattr(default, name):
@@ -190,7 +190,6 @@ _ONLY_SHARDED: dict[str, str] = {
     "reversible": "residuals always survive a skipped step at stage 0; leave it out",
 }
 _ONLY_REPLICATED: dict[str, str] = {"nodes": "shards go between ranks, not nodes; use stage 0, or leave it out"}
-_NOT_PACKED: dict[str, str] = {"codec": "sharded state is kept as signs; use stage 0, or codec='sign1'"}
 
 
 def _listed(values: Sequence[object]) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from thinwire.compress.packet_layout import BlockCodecName
+from thinwire.compress.packet_layout import BlockCodecName, CodecName
 
 LARGEST_NUMBER = 2**63
 """Bound of whole numbers, and of its negative: they become machine numbers."""
@@ -73,7 +73,7 @@ class OneBitOptions(OptionModel):
     weight_decay: NotNegative = 0.0
     block_size: BlockSize = 2048
     comm_backend_name: Backend = unset()
-    codec: Literal["sign1"] = only("sign1", "every stage has it; the class itself takes others at stage 0")
+    codec: CodecName = "sign1"
 
 
 class OneBitAdamOptions(OneBitOptions):

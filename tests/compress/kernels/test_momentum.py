@@ -18,7 +18,7 @@ from tests.compress.kernels import emulation
 from tests.compress.kernels.body import BACKENDS, REFERENCE, uninitialised_packets
 from tests.compress.kernels.bucket_body import assert_same
 from thinwire.compress.kernels import bucket_reference, buckets, reference
-from thinwire.compress.kernels.bucket_reference import packed_payload
+from thinwire.compress.kernels.bucket_reference import write_packed_payload
 from thinwire.compress.kernels.buckets import MovePacked, PackedState, Segments
 from thinwire.compress.kernels.calls import StoreRounded
 from thinwire.compress.kernels.loading import execute
@@ -61,8 +61,11 @@ class Momentum:
 
     def payload(self, gradient: Tensor | None, divisor: float = LOSS_SCALE) -> Tensor:
         """What the specification makes of it, before it is encoded."""
-        place = slice(self.first, self.first + self.numel)
-        return packed_payload(self.state(), place, gradient, self.table, BETA1, divisor)
+        u = self.values().float()
+        write_packed_payload(
+            u, self.codes, Segments([(0, self.numel)]), [gradient], [BETA1], [divisor], tables=self.table[None]
+        )
+        return u
 
     def apply(self, backend: Any, weights: Tensor, lr: float, decay: float, seed: int) -> Tensor:
         """New weights."""

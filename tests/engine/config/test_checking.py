@@ -54,7 +54,7 @@ def test_what_a_file_will_do(check) -> None:
     optimizer = row(told, "optimizer")
     assert optimizer.startswith("OneBitAdam: lr 0.0004, betas [0.9, 0.999], weight_decay 0.0, block_size 2048")
     assert "freeze_step 23000" in optimizer
-    assert "codec" not in optimizer
+    assert 'codec "sign1"' in optimizer
     assert row(told, "scheduler") == 'WarmupLR: warmup_min_lr 0.0, warmup_num_steps 300, warmup_type "log"'
     assert row(told, "gradient_clipping") == "1.0"
     assert 'No effect: "optimizer.params.cuda_aware". Whatever it says, ' in told

@@ -18,6 +18,7 @@ from tests.optim.adam.reference import ReferenceOneBitAdam
 from tests.optim.training import loss_of, make_model, make_optimizer, through_a_file, train, weights
 from thinwire.comm import Communicator, threads
 from thinwire.compress.kernels.adam import AdamFactors, AdamStep, plain_adam_step
+from thinwire.compress.packet_layout import CodecName
 from thinwire.zero import ReplicaDriftError
 from thinwire.zero.bucket_layout import frozen_state_formula
 from thinwire.zero.rank_state import seal
@@ -270,9 +271,10 @@ def build(comm: Communicator, stage: int, **options) -> tuple[nn.Module, thinwir
     return model, make_optimizer(model, comm, stage=stage, named_parameters=model.named_parameters(), **options)
 
 
-def test_stages_1_and_2_give_the_same_bits_and_nearly_those_of_stage_0() -> None:
+@pytest.mark.parametrize("codec", ["sign1", "stat2"])
+def test_stages_1_and_2_give_the_same_bits_and_nearly_those_of_stage_0(codec: CodecName) -> None:
     def body(comm: Communicator, stage: int) -> tuple[Tensor, float]:
-        model, optimizer = build(comm, stage)
+        model, optimizer = build(comm, stage, codec=codec)
         losses = train(model, optimizer, range(60))
         return weights(model), sum(losses[-30:])
 

@@ -121,7 +121,8 @@ def an_exp_avg_mask_holds_coordinates_or_is_refused(comm: Communicator, subject:
         assert (weight != at_freeze).all(dim=0).tolist() == [True] * 20 + [False] * 12
         # What compression lost there is forgotten, as it would blur its block's scale.
         (residual,) = (one for key, one in optimizer.rank_tensors().items() if key.startswith("worker_residual"))
-        assert residual.view(4, 32).any(dim=0).tolist() == [True] * 20 + [False] * 12
+        loses = subject.codec == "sign1"  # others lose nothing of values that are all alike
+        assert residual.view(4, 32).any(dim=0).tolist() == [loses] * 20 + [False] * 12
         ends.append(weight.detach().clone())
     assert all(torch.equal(end, ends[0]) for end in ends)
 

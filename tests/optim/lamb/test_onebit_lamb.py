@@ -198,7 +198,7 @@ class RoundedOneBitLamb(thinwire.OneBitLamb):
     def __init__(self, params, *, comm, block_size, **options) -> None:
         super().__init__(params, comm=comm, block_size=block_size, **options)
         self._home._layout._make_algorithm = lambda: _RoundedLamb("update")
-        self._codec = make_codec("sign1", block_size)
+        self._codec = make_codec(options.get("codec", "sign1"), block_size)
 
     def step(self, closure=None) -> None:
         super().step(closure)
@@ -236,7 +236,16 @@ def follow(optimizer, parameters: list[nn.Parameter], gradients, left_out=()) ->
 
 
 @pytest.mark.parametrize(
-    ("world_size", "bucket_bytes", "options"), [(1, 700, {}), (2, 1 << 20, DECAYED), (3, 700, DECAYED)]
+    ("world_size", "bucket_bytes", "options"),
+    [
+        (1, 700, {}),
+        (2, 1 << 20, DECAYED),
+        (3, 700, DECAYED),
+        (1, 700, {"codec": "none"}),
+        (2, 700, DECAYED | {"codec": "stat2"}),
+        (3, 1 << 20, DECAYED | {"codec": "stat2"}),
+        (4, 700, {"codec": "stat2"}),
+    ],
 )
 def test_is_stage_0_where_that_rounds_alike_at_the_freeze(world_size, bucket_bytes, options) -> None:
     """Layers of magnitudes 1 to 1e-4, smaller than a block or cut by shards; two of them are left out of some steps."""

@@ -149,10 +149,10 @@ def encode_packed_payload(call: EncodePackedPayload) -> None:
     """Encode β₁ u + (1 - β₁) g · table[codes] + residual into `packets`, and leave in `lost` what the codec lost."""
     state, part = call.state, call.part
     payload = torch.zeros(state.codes.numel(), device=call.packets.device)
-    for number, (first, numel) in enumerate(call.segments.places):
-        place, gradient = slice(first, first + numel), call.gradients[number]
-        factors = call.beta1[number], call.divisors[number]
-        payload[place] = packed_payload(state, place, gradient, call.tables[number], *factors)
+    payload[: state.numel] = _signed_scales(state, slice(0, state.numel))
+    write_packed_payload(
+        payload, state.codes, call.segments, call.gradients, call.beta1, call.divisors, tables=call.tables
+    )
     for row, place in enumerate(part.places(call.packets.size(0))):
         valid = min(max(part.numel - place.start, 0), place.stop - place.start)
         corrected, packets = payload[place] + call.residual[place].float(), call.packets[row : row + 1]
@@ -161,18 +161,28 @@ def encode_packed_payload(call: EncodePackedPayload) -> None:
     _write_header(call)
 
 
-def packed_payload(
-    state: PackedState, place: slice, gradient: Tensor | None, table: Tensor, beta1: float, divisor: float
-) -> Tensor:
-    """Make u of one run from packed momentum, fp32 [numel]: each operation rounded by itself."""
-    codes = state.codes[place]
-    moving = codes != 0
-    kept = _signed_scales(state, place) * _single(beta1, codes)
-    change = torch.zeros_like(kept)
-    if gradient is not None:
-        change = gradient.reshape(-1).float() / _single(divisor, codes)
-    preconditioner = torch.where(moving, table[codes.long()], 0.0)
-    return torch.where(moving, kept, 0.0) + (change * _single(1.0 - beta1, codes)) * preconditioner
+def write_packed_payload(
+    u: Tensor,
+    codes: Tensor,
+    segments: Segments,
+    gradients: Sequence[Tensor | None],
+    beta1: Sequence[float],
+    divisors: Sequence[float],
+    *,
+    tables: Tensor,
+) -> None:
+    """Turn u, what the packets say, fp32 [padded_numel], into the next one of `EncodePackedPayload`, whatever codec the
+    packets are of. Each operation is rounded by itself; the padding is left as it is."""
+    for (first, numel), gradient, table, beta, divisor in zip(
+        segments.places, gradients, tables, beta1, divisors, strict=True
+    ):
+        place = slice(first, first + numel)
+        of_run = codes[place]
+        kept, change = u[place].mul_(_single(beta, u)).masked_fill_(of_run == 0, 0.0), _single(0.0, u)
+        if gradient is not None:
+            change = gradient.reshape(-1).float() / _single(divisor, u)
+            change.mul_(_single(1.0 - beta, u)).mul_(table[of_run.int()].masked_fill_(of_run == 0, 0.0))
+        kept.add_(change)
 
 
 def _write_header(call: EncodePayload | EncodePackedPayload) -> None:
@@ -182,14 +192,20 @@ def _write_header(call: EncodePayload | EncodePackedPayload) -> None:
 
 def move_packed(call: MovePacked) -> None:
     """Leave decay · w - rate · u in `weights`."""
-    state, last = call.state, call.first + call.weights.numel()
+    values = moved_by(call, _signed_scales(call.state, slice(0, call.state.numel)))
+    store(call.weights, values, call.seed, call.first)
+
+
+def moved_by(call: MovePacked, u: Tensor) -> Tensor:
+    """Return all of the weights, fp32, moved by u, what the packets say, fp32 [numel], whatever codec they are of."""
+    moved, last = call.weights.to(torch.float32, copy=True), call.first + call.weights.numel()
     for number, (first, numel) in enumerate(call.segments.places):
         low, high = max(first, call.first), min(first + numel, last)
         if call.moves[number] and low < high:
-            weights, place = call.weights[low - call.first : high - call.first], slice(low, high)
-            step = _signed_scales(state, place) * _single(call.rates[number], weights)
-            values = weights.float() * _single(call.decays[number], weights)
-            store(weights, values - torch.where(state.codes[place] != 0, step, 0.0), call.seed, low)
+            of_run, place = moved[low - call.first : high - call.first], slice(low, high)
+            step = u[place] * _single(call.rates[number], u)
+            of_run.mul_(_single(call.decays[number], u)).sub_(step.masked_fill_(call.state.codes[place] == 0, 0.0))
+    return moved
 
 
 def _signed_scales(state: PackedState, place: slice) -> Tensor:

@@ -29,11 +29,37 @@ def encode_blocks(codec: str, blocks: Tensor, valid: Tensor) -> tuple[Tensor, Te
     if codec == "stat2":
         return _encode_in_two_magnitudes(blocks, valid, counts)
     scales = (blocks.abs().amax(dim=1, keepdim=True) / like(_TOP_LEVEL[codec], blocks)).to(torch.float32)
+    return scales, _levels(codec, blocks, scales)
+
+
+def _levels(codec: str, blocks: Tensor, scales: Tensor) -> Tensor:
     values = _in_scales(blocks, scales.to(blocks.dtype), _TOP_LEVEL[codec])
     if codec == "fp8":
-        return scales, values.to(torch.float8_e4m3fn).view(torch.uint8)
+        return values.to(torch.float8_e4m3fn).view(torch.uint8)
     levels = values.round().to(torch.int8).view(torch.uint8)
-    return scales, levels if codec == "int8" else (levels[:, ::2] & 0xF) | (levels[:, 1::2] << 4)
+    return levels if codec == "int8" else (levels[:, ::2] & 0xF) | (levels[:, 1::2] << 4)
+
+
+def encode_decoded(codec: str, blocks: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, in which rounding has changed nothing of blocks that were decoded from such scales and codes."""
+    scales, codes = encode_blocks(codec, blocks, valid)
+    magnitudes = blocks.abs()
+    large = magnitudes.amax(dim=1, keepdim=True)
+    others: list[tuple[Tensor, Tensor]]
+    if codec == "sign1":
+        others = [(large, codes)]
+    elif codec == "stat2":
+        small = magnitudes.masked_fill(~valid, torch.inf).amin(dim=1, keepdim=True)
+        bits = [_pack((blocks >= 0) & valid), _pack((magnitudes == large) & valid)]
+        others = [(torch.cat([small, large], dim=1), torch.cat(bits, dim=1))]
+    else:  # the quotient by the top level may round to either side of what was multiplied by it
+        ends = (torch.zeros_like(scales), torch.full_like(scales, torch.inf))
+        others = [(near, _levels(codec, blocks, near)) for near in (torch.nextafter(scales, end) for end in ends)]
+    for near, theirs in others:
+        same = decode_blocks(codec, near, theirs, blocks.dtype) == blocks
+        whole = (same | ~valid).all(dim=1, keepdim=True)
+        scales, codes = torch.where(whole, near, scales.view_as(near)), torch.where(whole, theirs, codes)
+    return scales, codes
 
 
 def decode_blocks(codec: str, scales: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,5 @@
-"""Sharded state of forms that pack: moments on their owners until the freeze; from then on one bit an element on the
-wire, and momentum as signs and preconditioner as 8 bits on every rank."""
+"""Sharded state of forms that pack: moments on their owners until the freeze; from then on momentum as the packets that
+came back, with sign1 one bit an element, and preconditioner as 8 bits on every rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from thinwire.compress.packet_layout import CODE_BITS, VALUE_BYTES
 from thinwire.optim import storage
 from thinwire.optim.bucket import Bucket, Shared
 from thinwire.optim.options import HomeOptions
@@ -223,6 +224,8 @@ class PackedStorage(Storage):
         size, numel = sharded.buckets[0].dtype.itemsize, sum(one.numel() for one in self._parameters.parameters)
         if self._clock.frozen:
             added = any(old is None for old in self._algorithm.frozen_state.values())
-            return frozen_state_formula(numel, ranks, element_bytes=size, fresh_variance=added)
+            name = self._wire.codec.name
+            bits = CODE_BITS[name] if name in CODE_BITS else 8 * VALUE_BYTES[name]
+            return frozen_state_formula(numel, ranks, element_bytes=size, fresh_variance=added, momentum_bits=bits)
         held, stage = sharded.gradient_bytes, sharded.sharding.stage
         return model_state_formula(stage, numel, ranks, element_bytes=size, state_bytes=8, gradient_bytes=held)

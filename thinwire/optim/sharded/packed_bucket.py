@@ -12,26 +12,33 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import Communicator
-from thinwire.compress.codecs import Codec
+from thinwire.compress.codecs import CastCodec, Codec
 from thinwire.compress.exchange import EncodePart, held_coordinates
+from thinwire.compress.kernels import bucket_reference
 from thinwire.compress.kernels.buckets import EncodePackedPayload, MovePacked, PackedState, Segments
+from thinwire.compress.kernels.calls import StoreRounded
 from thinwire.compress.kernels.loading import execute
-from thinwire.compress.kernels.reference import decode_blocks, encode_blocks
+from thinwire.compress.kernels.reference import decode_blocks, encode_decoded
 from thinwire.compress.light_exchanges import LowMemoryExchange
-from thinwire.compress.packet_layout import HEADER_BYTES, SCALE_BYTES
+from thinwire.compress.packet_layout import CODE_BITS, HEADER_BYTES
 from thinwire.optim import storage
 from thinwire.optim.bucket import Bucket, Shared, part_of
 from thinwire.optim.step import Send
 from thinwire.zero.master_weights import FlatBucket, MasterWeights, Run, runs_in
+
+_FUSED = "sign1"
+"""The codec whose packets kernels read beside codes of 8 bits."""
 
 
 class PackedBucket(Bucket):
     """One bucket of packed storage; u stands for the momentum divided by √v̂ + ε, as everywhere.
 
     `state` is this rank's shard, fp32 [shard]: the warmup's moments beside the master weights; once frozen what the
-    algorithm adds. Every rank then keeps u as leg 2's packets, 1 bit an element, the preconditioner as `codes`, 8 bits,
-    its residual, and the weights' replica; master weights and the owner's residual are the owner's. `own_momenta`: u of
-    the own shard before this step and after it, if the algorithm asks for more than the form says.
+    algorithm adds. Every rank then keeps u as leg 2's packets, with sign1 1 bit an element, the preconditioner as
+    `codes`, 8 bits, its residual, and the weights' replica; master weights and the owner's residual are the owner's.
+    `own_momenta`: u of the own shard before this step and after it, if the algorithm asks for more than the form says.
+    One kernel each makes packets of packets, and moves weights by them, of sign1; those of other codecs are decoded
+    first.
     """
 
     def __init__(self, master_weights: MasterWeights, shared: Shared, state: dict[str, Tensor]) -> None:
@@ -101,9 +108,15 @@ class PackedBucket(Bucket):
             self._beside.bring(self._legs.arrived(self._rank))
 
     @override
-    def _encoder(self) -> EncodePart:
+    def _encoder(self) -> EncodePart | None:
         gradients = [self._gradients.get(number) for number in self._numbers]
         factors, state, legs = self.payload_factors(), self._packed_state(), self._legs
+        if legs.codec.name != _FUSED:
+            legs.codec.decode(self.momentum, legs.payload, self.layout.numel)
+            bucket_reference.write_packed_payload(
+                legs.payload, self.codes, self.segments, gradients, *factors, tables=self._tables
+            )
+            return None
 
         def encode(place: slice, packets: Tensor, header: bytes) -> None:
             assert legs.worker_residual is not None
@@ -165,7 +178,7 @@ class PackedBucket(Bucket):
         moves = [
             one.requires_grad and slot.numel > 0 for slot, one in zip(layout.slots, self.flat.parameters, strict=True)
         ]
-        state, factors = self._packed_state(), (moves, rates, decays)
+        state, factors, calls = self._packed_state(), (moves, rates, decays), []
         if self._beside is not None:
             low, high = self.flat.own_range
             own = self._beside.packets(self._legs.codec.join)
@@ -174,12 +187,19 @@ class PackedBucket(Bucket):
             segments = Segments((run.place.start, run.numel) for run in runs)
             places = [self._numbers.index(run.parameter) for run in runs]
             moved, rate, decay = ([column[place] for place in places] for column in factors)
-            execute(MovePacked(of_own, segments, weights, 0, list(map(bool, moved)), rate, decay, 0), [weights])
+            calls.append(MovePacked(of_own, segments, weights, 0, list(map(bool, moved)), rate, decay, 0))
         elif self.master_weights.separate:
             first = self._rank * layout.shard
-            execute(MovePacked(state, self.segments, weights, first, *factors, seed=0), [weights])
+            calls.append(MovePacked(state, self.segments, weights, first, *factors, seed=0))
         replica, seed = self.flat.flat[: layout.numel], ((self._clock.steps - 1) << 20) + self.index
-        execute(MovePacked(state, self.segments, replica, 0, *factors, seed=seed), [replica])
+        calls.append(MovePacked(state, self.segments, replica, 0, *factors, seed=seed))
+        for call in calls:
+            if self._legs.codec.name == _FUSED:
+                execute(call, [call.weights])
+                continue
+            u = torch.empty(call.state.codes.numel(), device=call.device)
+            self._legs.codec.decode(call.state.packets, u, call.state.numel)
+            execute(StoreRounded(call.weights, bucket_reference.moved_by(call, u), call.seed), [call.weights])
 
     def own_momentum(self) -> Tensor:
         """What the packets say of u in the own shard, fp32 [shard]."""
@@ -191,9 +211,12 @@ class PackedBucket(Bucket):
     def saved_momentum(self) -> Tensor:
         """What the packets say of u in the own shard, fp32 [shard] and any values in the padding: the same values,
         read as the specification does."""
-        packet, blocks = self.momentum[self._rank, HEADER_BYTES:], self.layout.shard // self._legs.codec.block_size
-        scales, codes = packet[: blocks * SCALE_BYTES].clone().view(torch.float32), packet[blocks * SCALE_BYTES :]
-        return decode_blocks(self._legs.codec.name, scales, codes.reshape(blocks, -1), torch.float32).view(-1)
+        codec, shard, packet = self._legs.codec, self.layout.shard, self.momentum[self._rank]
+        if isinstance(codec, CastCodec):
+            return codec.values(packet[None]).float().view(-1)
+        split = packet.numel() - shard * CODE_BITS[codec.name] // 8
+        scales, codes = packet[HEADER_BYTES:split].clone().view(torch.float32), packet[split:]
+        return decode_blocks(codec.name, scales, codes.reshape(shard // codec.scale_block, -1), torch.float32).view(-1)
 
     def range_of(self, parameter: int) -> Tensor:
         """The least and the greatest value of a parameter's preconditioner, fp32 [2]."""
@@ -307,14 +330,13 @@ def read_packed(bucket: FlatBucket, codec: Codec, names: Sequence[str], read: st
 
 def _pack(u: Tensor, numel: int, codec: Codec, ranks: int) -> Tensor:
     """Packets that decode to `u` to the last bit where blocks are cut as they were; what is lost where not is left."""
-    blocks = u.view(-1, codec.block_size)
+    if isinstance(codec, CastCodec):
+        packets = torch.zeros(ranks, codec.packet_bytes(u.numel() // ranks), dtype=torch.uint8, device=u.device)
+        codec.encode(u, None, packets, numel)
+        return packets
+    blocks = u.view(-1, codec.scale_block)
     valid = (torch.arange(u.numel(), device=u.device) < numel).view_as(blocks)
-    scales, codes = encode_blocks(codec.name, blocks, valid)
-    # The mean of equal magnitudes may round; the scale of a block that was whole must not.
-    magnitudes = blocks.abs()
-    largest = magnitudes.amax(dim=1, keepdim=True)
-    whole = ((magnitudes == largest) | ~valid).all(dim=1, keepdim=True)
-    scales = torch.where(whole, largest, scales)
+    scales, codes = encode_decoded(codec.name, blocks, valid)
     blocks.sub_(decode_blocks(codec.name, scales, codes, u.dtype)).masked_fill_(~valid, 0.0)
     header = torch.zeros(ranks, HEADER_BYTES, dtype=torch.uint8, device=u.device)
     return torch.cat([header, scales.view(ranks, -1).view(torch.uint8), codes.view(ranks, -1)], dim=1)
