@@ -372,15 +372,14 @@ class RepeatingLoader:
 
     def __next__(self) -> Any:
         """The next batch. Raises ValueError for a loader that gives none in a whole epoch."""
-        if (batch := next(self._batches, _END)) is not _END:
-            return batch
-        self._epoch += 1
-        begin_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
-        if begin_epoch is not None:
-            begin_epoch(self._epoch)
-        self._batches = iter(self.loader)
-        if (batch := next(self._batches, _END)) is not _END:
-            return batch
+        for _ in range(2):
+            if (batch := next(self._batches, _END)) is not _END:
+                return batch
+            self._epoch += 1
+            begin_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+            if begin_epoch is not None:
+                begin_epoch(self._epoch)
+            self._batches = iter(self.loader)
         raise ValueError(
             f"{type(self.loader).__name__} gave no batch in a whole epoch, so it would be repeated for ever: give a "
             "loader with data, and no iterator, which begins only once"

@@ -337,7 +337,7 @@ class Engine:
         """Wait for checkpoints that are being written, close logs, let communicator and model go. Collective."""
         self._losses.look_at_applied()
         self._checkpoints.close()
-        self._reports.close()
+        self.monitor.close()
         self._optimizer.close()
         if self._layer_drop is not None:
             self._layer_drop.remove()

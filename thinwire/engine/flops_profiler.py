@@ -197,15 +197,14 @@ def get_model_profile(
     try:
         run(*args, **(kwargs or {}))
         profiler.stop_profile()
-        cost = profiler.module_costs()[0]
+        sums = profiler.get_total_flops, profiler.get_total_macs, profiler.get_total_params
+        totals: Any = tuple(total(as_string) for total in sums)
         if print_profile:
             profiler.print_model_profile(warm_up, **report)
     finally:
         profiler.end_profile()
-    if as_string:
-        flops, macs, params = map(_short_number, (cost.flops, cost.macs, cost.params))
-        return f"{flops}FLOPs", f"{macs}MACs", params.strip()
-    return cost.flops, cost.macs, cost.params
+    found: tuple[int, int, int] | tuple[str, str, str] = totals
+    return found
 
 
 class _Tally:

@@ -218,10 +218,6 @@ class JobReports:
         if lines and comm.rank == 0:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        """Close the logs."""
-        self.monitor.close()
-
     @contextmanager
     def _profile(self, name: str) -> Iterator[None]:
         """A span of each step; of the one that is profiled its seconds are kept, and its forward is counted."""

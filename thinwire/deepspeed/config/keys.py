@@ -16,6 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from thinwire.engine.config.errors import expected, shown
+from thinwire.engine.config.loading import Notes
 from thinwire.optim.settings import WholeNumber
 
 Object = Mapping[str, Any]
@@ -34,15 +35,15 @@ class WithoutEffect:
     kind: Any
     why: str
 
-    def problem(self, path: str, value: Any) -> str | None:
-        """The sentence that refuses a `value` of a wrong type; None for all others."""
-        if value == "auto" and isinstance(value, str):
-            return None
+    def note(self, path: str, value: Any, notes: Notes) -> None:
+        """Note that what stands at `path` changes nothing, or that `value` is of a wrong type."""
         try:
-            _adapter(self.kind).validate_python(value)
+            if not (isinstance(value, str) and value == "auto"):
+                _adapter(self.kind).validate_python(value)
+            notes.without_effect[path] = self.why
         except ValidationError:
-            return f'"{path}" must be {expected(FieldInfo.from_annotation(self.kind))}, got {shown(value)}'
-        return None
+            wanted = expected(FieldInfo.from_annotation(self.kind))
+            notes.problems.append(f'"{path}" must be {wanted}, got {shown(value)}')
 
 
 @dataclass(frozen=True)

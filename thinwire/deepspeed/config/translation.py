@@ -60,7 +60,7 @@ def _without_foreign(tree: Mapping[str, Any], prefix: str, notes: Notes) -> dict
         path = dotted(prefix, str(key))
         if (idle := WITHOUT_EFFECT.get(path)) is not None:
             if value is not None:
-                _note(path, idle.problem(path, value), idle.why, notes)
+                idle.note(path, value, notes)
         elif (declined := DECLINED.get(path)) is not None:
             if value is not None and not declined.accepts(value):
                 notes.problems.append(declined.refusal(path, value))
@@ -69,13 +69,6 @@ def _without_foreign(tree: Mapping[str, Any], prefix: str, notes: Notes) -> dict
         else:
             kept[key] = value
     return kept
-
-
-def _note(path: str, problem: str | None, why: str, notes: Notes) -> None:
-    if problem is not None:
-        notes.problems.append(problem)
-    else:
-        notes.without_effect[path] = why
 
 
 def _optimizer(section: Mapping[str, Any], path: str, notes: Notes) -> dict[str, Any]:
@@ -114,8 +107,7 @@ def _without_idle(kind: str, params: Mapping[str, Any], path: str, notes: Notes)
         notes.without_effect[f"{path}.comm_backend_name"] = "the job's communicator carries the bytes, as in DeepSpeed"
     idle = parameters_without_effect(name, communicates)
     for key in [key for key in params if key in idle]:
-        where = dotted(path, key)
-        _note(where, idle[key].problem(where, kept.pop(key)), idle[key].why, notes)
+        idle[key].note(dotted(path, key), kept.pop(key), notes)
     return kept
 
 

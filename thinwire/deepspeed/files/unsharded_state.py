@@ -103,20 +103,14 @@ def read_unsharded(model: ModelFiles) -> OptimizerState:
 def _groups(held: UnshardedOptimizer) -> list[_Group]:
     packed = held.optimizer_state_dict
     counts = [len(one.params) for one in packed.param_groups]
-    flats, singles = held.fp32_groups_flat, held.fp32_groups
-    if (flats is not None and len(flats) != len(counts)) or (
-        flats is None and singles is not None and [len(one) for one in singles] != counts
-    ):
+    flat = held.fp32_groups_flat is not None
+    copies = [[one] for one in held.fp32_groups_flat or ()] if flat else held.fp32_groups
+    if copies is not None and [len(one) for one in copies] != ([1] * len(counts) if flat else counts):
         raise CheckpointError(f"{held.path} holds fp32 copies of other groups than param_groups has")
     groups = []
     for number, one in enumerate(packed.param_groups):
         own = [packed.state.get(key, {}) for key in one.params]
-        copies: Sequence[Tensor] | None = None
-        if flats is not None:
-            copies = [flats[number]]
-        elif singles is not None:
-            copies = singles[number]
-        groups.append(_Group(one.settings(), own, copies, flats is not None))
+        groups.append(_Group(one.settings(), own, None if copies is None else copies[number], flat))
     return groups
 
 

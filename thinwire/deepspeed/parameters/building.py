@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,81 +25,69 @@ from thinwire.zero.memory import with_subclasses
 Apply = Callable[[nn.Module, Callable[[nn.Module], None]], nn.Module]
 
 
-class Constructions:
-    """While entered, calls `finished` with every module that this thread constructs, once its `__init__` has returned.
+@contextmanager
+def _constructions(finished: Callable[[nn.Module], None], apply: Apply) -> Iterator[None]:
+    """Inside, call `finished` with every module that this thread constructs, once its `__init__` has returned.
 
     A class's own `__init__` and those of its bases are one construction. Classes are changed for as long, those defined
     inside too, since torch has no hook for this; the last one that was entered is the first to be left.
     `nn.Module.apply` is `apply` meanwhile, and modules that get memory by `to_empty`, torch.nn.utils.skip_init's above
     all, are constructed then; the memory holds zeros, and not what others have left in it.
     """
+    constructing: set[int] = set()
+    thread = threading.get_ident()
+    make_empty, define = nn.Module.to_empty, vars(nn.Module).get("__init_subclass__")
 
-    def __init__(self, finished: Callable[[nn.Module], None], apply: Apply) -> None:
-        self._finished = finished
-        self._apply = apply
-        self._undo = ExitStack()
-        self._constructing: set[int] = set()
-        self._thread = 0
+    @functools.wraps(make_empty)
+    def emptied(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        make_empty(module, *args, **kwargs)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.zero_()
+        for one in module.modules() if threading.get_ident() == thread else ():
+            if id(one) not in constructing:
+                finished(one)
+        return module
 
-    def __enter__(self) -> None:
-        self._thread = threading.get_ident()
-        for kind in with_subclasses([nn.Module]):
-            self._watch(kind)
-        self._replace(nn.Module, "apply", self._apply)
-        self._watch_memory()
-        before = vars(nn.Module).get("__init_subclass__")
+    def defined(kind: Any, /, **arguments: Any) -> None:
+        if define is None:
+            super(nn.Module, kind).__init_subclass__(**arguments)
+        else:
+            define.__get__(None, kind)(**arguments)
+        watch(kind)
 
-        def defined(kind: Any, /, **arguments: Any) -> None:
-            if before is None:
-                super(nn.Module, kind).__init_subclass__(**arguments)  # type: ignore[misc]
-            else:
-                before.__get__(None, kind)(**arguments)
-            self._watch(kind)
-
-        self._replace(nn.Module, "__init_subclass__", classmethod(defined))
-
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
-
-    def _watch_memory(self) -> None:
-        original = nn.Module.to_empty
-
-        @functools.wraps(original)
-        def emptied(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-            original(module, *args, **kwargs)
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter.zero_()
-            for one in module.modules() if threading.get_ident() == self._thread else ():
-                if id(one) not in self._constructing:
-                    self._finished(one)
-            return module
-
-        self._replace(nn.Module, "to_empty", emptied)
-
-    def _watch(self, kind: type) -> None:
+    def watch(kind: type) -> None:
         init = vars(kind).get("__init__")
         if init is None:
             return
 
         @functools.wraps(init)
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            if id(module) in self._constructing or threading.get_ident() != self._thread:
+            if id(module) in constructing or threading.get_ident() != thread:
                 init(module, *args, **kwargs)
                 return
-            self._constructing.add(id(module))
+            constructing.add(id(module))
             try:
                 init(module, *args, **kwargs)
             finally:
-                self._constructing.discard(id(module))
-            self._finished(module)
+                constructing.discard(id(module))
+            finished(module)
 
-        self._replace(kind, "__init__", watched)
+        _replace(undo, kind, "__init__", watched)
 
-    def _replace(self, kind: type, name: str, new: Any) -> None:
-        before = (setattr, kind, name, vars(kind)[name]) if name in vars(kind) else (delattr, kind, name)
-        self._undo.callback(*before)
-        setattr(kind, name, new)
+    with ExitStack() as undo:
+        for kind in with_subclasses([nn.Module]):
+            watch(kind)
+        _replace(undo, nn.Module, "apply", apply)
+        _replace(undo, nn.Module, "to_empty", emptied)
+        _replace(undo, nn.Module, "__init_subclass__", classmethod(defined))
+        yield
+
+
+def _replace(undo: ExitStack, kind: type, name: str, new: Any) -> None:
+    before = (setattr, kind, name, vars(kind)[name]) if name in vars(kind) else (delattr, kind, name)
+    undo.callback(*before)
+    setattr(kind, name, new)
 
 
 class Init:
@@ -144,7 +132,7 @@ class Init:
     ) -> None:
         del mem_efficient_linear
         _check_others(others)
-        self._constructions: Constructions | None = None
+        self._constructions = ExitStack()
         self._comm: Communicator | None = None
         self._enabled = enabled
         if not enabled:
@@ -157,13 +145,10 @@ class Init:
 
     def __enter__(self) -> None:
         if self._enabled:
-            self._constructions = Constructions(self._cut, _apply_gathered)
-            self._constructions.__enter__()
+            self._constructions.enter_context(_constructions(self._cut, _apply_gathered))
 
     def __exit__(self, *_: object) -> None:
-        if self._constructions is not None:
-            self._constructions.__exit__()
-            self._constructions = None
+        self._constructions.close()
 
     @torch.no_grad()
     def _cut(self, module: nn.Module) -> None:

@@ -167,11 +167,11 @@ class GatheredParameters:
 class _Gathering(ABC):
     """One parameter, while it is gathered."""
 
-    comm: Communicator | None
     checks = False
 
-    def __init__(self, parameter: Any) -> None:
+    def __init__(self, parameter: Any, comm: Communicator | None) -> None:
         self.parameter = parameter
+        self.comm = comm
 
     @abstractmethod
     def open(self, writes: bool) -> None:
@@ -197,8 +197,7 @@ class _Placeholder(_Gathering):
     """Of a model that is built shard by shard."""
 
     def __init__(self, parameter: nn.Parameter, shard: ParameterShard) -> None:
-        super().__init__(parameter)
-        self.comm = shard.comm
+        super().__init__(parameter, shard.comm)
         self.checks = shard.checks
         self._shard = shard
         self._opened = False
@@ -227,8 +226,7 @@ class _Sharded(_Gathering):
     """Of an engine at stage 3."""
 
     def __init__(self, parameter: Tensor, comm: Communicator | None) -> None:
-        super().__init__(parameter)
-        self.comm = comm
+        super().__init__(parameter, comm)
         self._before: Tensor | None = noted(parameter, "before")  # which a script may read and write as well
         self._opened = False
         self._seen: list[tuple[int, int]] = []
@@ -286,9 +284,8 @@ class _Whole(_Gathering):
     """On every rank all the time."""
 
     def __init__(self, parameter: Tensor) -> None:
-        super().__init__(parameter)
         self._found = find_state(parameter)
-        self.comm = None if self._found is None else self._found[0].comm
+        super().__init__(parameter, None if self._found is None else self._found[0].comm)
         self._before: Tensor | None = None
 
     @override

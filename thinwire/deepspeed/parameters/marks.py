@@ -284,10 +284,6 @@ class ParameterShard:
         """Have the parameter hold all of its values. Collective."""
         parameter.data = self.whole(parameter, parameter.dtype)
         set_status(parameter, ZeroParamStatus.AVAILABLE)
-        self.note(parameter)
-
-    def note(self, parameter: nn.Parameter) -> None:
-        """Take the gathered parameter as it is for what was gathered."""
         self.seen = parameter._version, parameter.data_ptr()
 
     def changed(self, parameter: nn.Parameter) -> bool:
@@ -304,7 +300,7 @@ class ParameterShard:
         self.comm.broadcast(whole, root)
         parameter.data.copy_(whole)
         self._write(parameter, whole)
-        self.note(parameter)
+        self.seen = parameter._version, parameter.data_ptr()
 
     def release(self, parameter: nn.Parameter) -> None:
         """Let the parameter hold nothing again."""

@@ -124,7 +124,6 @@ CODES: dict[torch.dtype, str] = {
 
 _OF_CODES = {code: dtype for dtype, code in CODES.items()}
 _WRITE_BYTES = 16 << 20
-_READ_BYTES = 1 << 20
 _MOST_HEADER_BYTES = 100_000_000  # as in the format's own reader
 _LENGTH_BYTES = 8
 
@@ -199,47 +198,30 @@ class StoredTensor:
     offset: int
 
 
-class TensorReader:
-    """The tensors of one safetensors file, read by a descriptor that its caller opens and closes.
+def stored_tensors(descriptor: int) -> dict[str, StoredTensor]:
+    """What the header of a safetensors file says, by the tensors' keys.
 
     Raises ValueError for what is no safetensors file, OSError where it cannot be read.
     """
-
-    def __init__(self, descriptor: int) -> None:
-        length = int.from_bytes(_read(descriptor, 0, _LENGTH_BYTES), "little")
-        first, end = _LENGTH_BYTES + length, os.fstat(descriptor).st_size
-        if first > end or length > _MOST_HEADER_BYTES:
-            raise ValueError(f"its header has {length} bytes, more than the file or the format allows")
-        try:
-            table = json.loads(_read(descriptor, _LENGTH_BYTES, length))
-        except RecursionError as error:
-            raise ValueError("its header is nested too deeply") from error
-        if not isinstance(table, dict):
-            raise ValueError("its header is no table")
-        table.pop("__metadata__", None)
-        self.tensors = {key: _stored(key, entry, first, end) for key, entry in table.items()}
-
-    def read(self, descriptor: int, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements `start` to `stop` of a tensor, one-dimensional; without `stop` all of it, in its own shape.
-
-        Raises OSError, KeyError.
-        """
-        stored = self.tensors[key]
-        shape = stored.shape if stop is None else (stop - start,)
-        width = stored.dtype.itemsize
-        content = _read(descriptor, stored.offset + start * width, math.prod(shape) * width)
-        if not content:
-            return torch.empty(shape, dtype=stored.dtype)
-        return torch.frombuffer(content, dtype=stored.dtype).view(shape)
+    length = int.from_bytes(_read(descriptor, 0, _LENGTH_BYTES), "little")
+    first, end = _LENGTH_BYTES + length, os.fstat(descriptor).st_size
+    if first > end or length > _MOST_HEADER_BYTES:
+        raise ValueError(f"its header has {length} bytes, more than the file or the format allows")
+    try:
+        table = json.loads(_read(descriptor, _LENGTH_BYTES, length))
+    except RecursionError as error:
+        raise ValueError("its header is nested too deeply") from error
+    if not isinstance(table, dict):
+        raise ValueError("its header is no table")
+    table.pop("__metadata__", None)
+    return {key: _stored(key, entry, first, end) for key, entry in table.items()}
 
 
 def checksum(descriptor: int) -> str:
     """The sha256 of a whole file. Raises OSError."""
-    digest, offset = hashlib.sha256(), 0
-    while chunk := os.pread(descriptor, _READ_BYTES, offset):
-        digest.update(chunk)
-        offset += len(chunk)
-    return digest.hexdigest()
+    with open(descriptor, "rb", closefd=False) as file:
+        file.seek(0)
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _stored(key: str, entry: object, first: int, end: int) -> StoredTensor:
@@ -285,7 +267,7 @@ class HeldFolder:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._open: OrderedDict[str, int] = OrderedDict()
         self._known: dict[str, tuple[int, ...]] = {}
-        self._readers: dict[str, TensorReader] = {}
+        self._tensors: dict[str, dict[str, StoredTensor]] = {}
         self._end = weakref.finalize(self, _close, self.descriptor, self._open)
 
     def close(self) -> None:
@@ -320,18 +302,24 @@ class HeldFolder:
         self._open.move_to_end(name)
         return self._open[name]
 
-    def reader(self, name: str) -> TensorReader:
-        """What the header of the file `name` says. Raises ValueError, OSError and what `file` raises."""
-        if name not in self._readers:
-            self._readers[name] = TensorReader(self.file(name))
-        return self._readers[name]
+    def tensors(self, name: str) -> dict[str, StoredTensor]:
+        """The `stored_tensors` of the file `name`. Raises ValueError, OSError and what `file` raises."""
+        if name not in self._tensors:
+            self._tensors[name] = stored_tensors(self.file(name))
+        return self._tensors[name]
 
     def read(self, name: str, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """What TensorReader.read gives of the file `name`. Raises CheckpointError where it is gone."""
+        """Elements `start` to `stop` of a tensor of the file `name`, one-dimensional; without `stop` all of it, in its
+        own shape. Raises CheckpointError where the file is gone, KeyError."""
         try:
-            return self.reader(name).read(self.file(name), key, start, stop)
+            stored = self.tensors(name)[key]
+            shape, width = stored.shape if stop is None else (stop - start,), stored.dtype.itemsize
+            content = _read(self.file(name), stored.offset + start * width, math.prod(shape) * width)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{name} of {self.path} can no longer be read: {error}. {_ADVICE}") from error
+        if not content:
+            return torch.empty(shape, dtype=stored.dtype)
+        return torch.frombuffer(content, dtype=stored.dtype).view(shape)
 
 
 def _close(folder: int, files: OrderedDict[str, int]) -> None:

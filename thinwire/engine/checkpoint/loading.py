@@ -226,7 +226,7 @@ def _problem_of_content(held: HeldFolder, file: RankFile) -> str | None:
     if checksum(held.file(file.name)) != file.sha256:
         return "is damaged: its content does not have the checksum of what was written"
     try:
-        tensors = held.reader(file.name).tensors
+        tensors = held.tensors(file.name)
     except ValueError as error:
         return f"is no safetensors file: {error}"
     expected = {*(entry.key for entry in file.slices), *file.rank_tensors.values(), *file.buffers.values()}
@@ -292,7 +292,6 @@ def _newest(
 
 
 def _tagged(folder: Path, tag: str, listed: list[tuple[str, str]], judge: _Judge) -> LoadedCheckpoint:
-    """The one with this tag."""
     names = dict(listed)
     refusal = "there is none of that name"
     if tag in names:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import BeforeValidator, Field, create_model, model_validator
@@ -85,14 +85,17 @@ def _arguments(
     owner: type[Any], base: type[OptionModel], defaults: Mapping[str, Any] | None = None, **kinds: Any
 ) -> type[OptionModel]:
     """A model of the arguments of a class whose names say what they may be, or `kinds` do, with its own defaults, where
-    `defaults` has none."""
+    `defaults` has none. Where it has another than the class, that is handed on."""
     own = {name: one.default for name, one in inspect.signature(owner).parameters.items()} | dict(defaults or {})
     fields: Any = {
         name: (kind, ... if default is inspect.Parameter.empty else default)
         for name, default in own.items()
         if (kind := kinds.get(name, _KINDS.get(name))) is not None
     }
-    return create_model(f"{owner.__name__}Options", __base__=base, **fields)
+    made = create_model(f"{owner.__name__}Options", __base__=base, **fields)
+    parameters = inspect.signature(owner).parameters
+    made.always = tuple(name for name in defaults or () if name in parameters and parameters[name].default != own[name])
+    return made
 
 
 class _OfTorch(OptionModel):
@@ -108,18 +111,6 @@ class _OfTorch(OptionModel):
         if self.foreach and getattr(self, "fused", None):
             raise ValueError("`fused` and `foreach` cannot be true together: keep one of them")
         return self
-
-
-class _AdamW(_OfTorch):
-    """torch's own default of `weight_decay` is 0.01."""
-
-    always: ClassVar[tuple[str, ...]] = ("weight_decay",)
-
-
-class _Adam(_OfTorch):
-    """Weight decay is decoupled unless the file says otherwise."""
-
-    always: ClassVar[tuple[str, ...]] = ("decoupled_weight_decay",)
 
 
 class _SGD(_OfTorch):
@@ -176,8 +167,8 @@ class LocalUpdatesOptions(OptionModel):
 OPTIMIZERS: Mapping[str, type[OptionModel]] = {
     "Adadelta": _arguments(torch.optim.Adadelta, _OfTorch),
     "Adagrad": _arguments(torch.optim.Adagrad, _OfTorch),
-    "Adam": _arguments(torch.optim.Adam, _Adam, {"decoupled_weight_decay": True, "bias_correction": True}),
-    "AdamW": _arguments(torch.optim.AdamW, _AdamW, {"weight_decay": 0.0, "bias_correction": True}),
+    "Adam": _arguments(torch.optim.Adam, _OfTorch, {"decoupled_weight_decay": True, "bias_correction": True}),
+    "AdamW": _arguments(torch.optim.AdamW, _OfTorch, {"weight_decay": 0.0, "bias_correction": True}),
     "Adamax": _arguments(torch.optim.Adamax, _OfTorch),
     "ASGD": _arguments(torch.optim.ASGD, _OfTorch),
     "NAdam": _arguments(torch.optim.NAdam, _OfTorch),

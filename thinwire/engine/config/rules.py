@@ -113,7 +113,7 @@ def take_idle_size(tree: dict[str, Any], without_effect: dict[str, str], problem
 def settle_idle_keys(config: EngineConfig, without_effect: dict[str, str]) -> EngineConfig:
     """`config` with its idle keys at their defaults, where that matters; paths and reasons join `without_effect`."""
     idle = dict(_idle_keys(config))
-    without_effect |= dict(_switched_off(config)) | dict(_beside_a_fixed_scale(config)) | idle
+    without_effect |= dict(_unread(config)) | idle
     for path in idle:
         config = _at_default(config, path)
     return config
@@ -158,16 +158,14 @@ def _idle_keys(config: EngineConfig) -> Iterator[tuple[str, str]]:
             yield f"zero_optimization.{key}.pin_memory", 'nothing is offloaded while "device" is "none"'
 
 
-def _switched_off(config: EngineConfig) -> Iterator[tuple[str, str]]:
-    """Values in sections that never say "enabled"; with "enabled": false it is plain that they are off."""
+def _unread(config: EngineConfig) -> Iterator[tuple[str, str]]:
+    """Values in sections that never say "enabled" (with "enabled": false it is plain that they are off), and those of a
+    dynamic loss scale beside a fixed one."""
     for name in _SWITCHED:
         section = getattr(config, name)
         if "enabled" not in section.model_fields_set:
             for key in sorted(section.model_fields_set):
                 yield f"{name}.{key}", f'"{name}.enabled" is false unless set to true'
-
-
-def _beside_a_fixed_scale(config: EngineConfig) -> Iterator[tuple[str, str]]:
     fp16 = config.fp16
     if fp16.enabled and fp16.loss_scale:
         for key in _DYNAMIC_SCALE:

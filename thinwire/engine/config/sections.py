@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from thinwire.engine.config.errors import did_you_mean, dotted, shown, validated
+from thinwire.engine.config.models import OptimizerConfig
 from thinwire.engine.config.options import LOCAL_UPDATES, OPTIMIZERS, SCHEDULES, LocalUpdatesOptions
 from thinwire.engine.schedules import WHY_REFUSED
 from thinwire.optim import registry
@@ -122,13 +123,10 @@ def _local_updates(params: Mapping[str, Any], problems: list[str], unlisted: fro
 
 
 def _inner_section(inner: Mapping[str, Any], problems: list[str], unlisted: frozenset[str]) -> dict[str, Any] | None:
-    kind, own = inner["type"], dict(inner["params"])
-    if unknown := inner.keys() - {"type", "params"}:
-        problems.append(f'"{dotted(_INNER, min(map(str, unknown)))}" is not a known key: there are "type" and "params"')
+    section = validated(OptimizerConfig, inner, _INNER, problems)
+    if section is None:
         return None
-    if not isinstance(kind, str):
-        problems.append(f'"{_INNER}.type" must be a string, got {shown(kind)}')
-        return None
+    kind, own = section.type, dict(section.params)
     if _BY_LOWER.get(kind.lower()) in (*registry.NAMES, LOCAL_UPDATES):
         problems.append(
             f'"{_INNER}.type" {shown(kind)} communicates by itself, and the inner optimizer of {LOCAL_UPDATES} steps '
