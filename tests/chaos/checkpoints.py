@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tests.chaos.harness import Outcome, Trial, contents, is_documented, over_seeds
+from tests.chaos.harness import Trial, contents, is_documented, over_seeds
 from tests.engine.checkpoint.jobs import Values, save
 from tests.engine.tiny import equal, make_engine, settings, train, weights
 from thinwire.comm import Communicator, threads
@@ -33,26 +33,14 @@ from thinwire.engine import Engine
 from thinwire.engine.checkpoint.manifest import _sealed
 from thinwire.engine.checkpoint.store import CheckpointStore
 
-
-def damage(count: int, seed: int) -> Outcome:
-    return over_seeds(_damaged(), count, seed)
-
-
-def manifests(count: int, seed: int) -> Outcome:
-    return over_seeds(_changed(), count, seed)
-
-
-def folders(count: int, seed: int) -> Outcome:
-    return over_seeds(_raced(), count, seed)
-
-
 # Damaged files
 
 FILES = ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors")
 
 
+@over_seeds
 @contextmanager
-def _damaged() -> Iterator[Trial]:
+def damage() -> Iterator[Trial]:
     with tempfile.TemporaryDirectory() as temporary:
         pristine, folder, outside = (Path(temporary) / name for name in ("pristine", "folder", "outside"))
         jobs = {"step-1": Values(1, 2), "step-2": Values(2, 2)}
@@ -109,10 +97,8 @@ def _damage(folder: Path, outside: Path, source: random.Random) -> str:
     if not path.is_file() or path.is_symlink():
         return f"{name} is gone already"
     other = folder / source.choice(names)
-    if way in ("flip bits", "lengthen", "zero"):
-        _change_bytes(path, way, source)
-    elif way == "truncate":
-        os.truncate(path, source.randrange(path.stat().st_size + 1))
+    if way in CHANGES:
+        CHANGES[way](path, source)
     elif way == "swap":
         if other.is_file() and other != path:
             first, second = path.read_bytes(), other.read_bytes()
@@ -132,19 +118,31 @@ def _damage(folder: Path, outside: Path, source: random.Random) -> str:
     return f"{way} {name}"
 
 
-def _change_bytes(path: Path, way: str, source: random.Random) -> None:
-    """Give a file other bytes."""
+def flip_bits(path: Path, source: random.Random) -> None:
     content = bytearray(path.read_bytes())
-    if way == "lengthen":
-        content += source.randbytes(source.randrange(1, 100))
-    elif way == "zero":  # as a loss of power leaves blocks
-        start = source.randrange(len(content) + 1)
-        content[start : start + 4096] = bytes(len(content[start : start + 4096]))
-    else:
-        for _ in range(source.choice((1, 1, 8))):
-            if content:
-                content[source.randrange(len(content))] ^= 1 << source.randrange(8)
+    for _ in range(source.choice((1, 1, 1, 2, 8)) if content else 0):
+        content[source.randrange(len(content))] ^= 1 << source.randrange(8)
     path.write_bytes(content)
+
+
+def truncate(path: Path, source: random.Random) -> None:
+    os.truncate(path, source.randrange(path.stat().st_size + 1))
+
+
+def lengthen(path: Path, source: random.Random) -> None:
+    path.write_bytes(path.read_bytes() + source.randbytes(source.randrange(1, 100)))
+
+
+def zero(path: Path, source: random.Random) -> None:
+    """As a loss of power leaves blocks."""
+    content = bytearray(path.read_bytes())
+    start = source.randrange(len(content) + 1)
+    length = len(content[start : start + 4096])
+    content[start : start + length] = bytes(length)
+    path.write_bytes(content)
+
+
+CHANGES = {"flip bits": flip_bits, "truncate": truncate, "lengthen": lengthen, "zero": zero}
 
 
 # Manifests
@@ -160,8 +158,9 @@ OPTIMIZERS = {
 VALUES: list[Any] = [None, True, -1, 1.5, 10**30, float("inf"), "", "text", "1", [], [None], [[1]], {}, {"a": None}]
 
 
+@over_seeds
 @contextmanager
-def _changed() -> Iterator[Trial]:
+def manifests() -> Iterator[Trial]:
     with tempfile.TemporaryDirectory() as temporary, contextlib.redirect_stdout(io.StringIO()):
         jobs = [
             _saved(Path(temporary) / f"{name}-{stage}", name, stage)
@@ -253,8 +252,9 @@ SEEDS = 6
 PATIENCE = 120.0
 
 
+@over_seeds
 @contextmanager
-def _raced() -> Iterator[Trial]:
+def folders() -> Iterator[Trial]:
     saved = [Values(number, 1, {"w": (5, 3), "bias": (2,)}) for number in range(SEEDS)]
 
     def trial(seed: str) -> list[str]:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.harness import Outcome, Trial, over_seeds
+from tests.chaos.harness import Trial, over_seeds
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
 
 _LONGEST_MESSAGE = 4000
@@ -75,24 +75,18 @@ _REST: dict[str, Any] = {
 }
 
 
-def run(count: int, seed: int) -> Outcome:
-    return over_seeds(trials(), count, seed)
-
-
-def texts(count: int, seed: int) -> Outcome:
-    return over_seeds(texts_trials(), count, seed)
-
-
+@over_seeds
 @contextmanager
-def texts_trials() -> Iterator[Trial]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield lambda seed: filter(None, [_try_text(random.Random(seed), Path(folder, "config.json"))])
-
-
-@contextmanager
-def trials() -> Iterator[Trial]:
+def run() -> Iterator[Trial]:
     with tempfile.TemporaryDirectory() as folder:
         yield lambda seed: filter(None, [_try_one(random.Random(seed), Path(folder, "config.json"))])
+
+
+@over_seeds
+@contextmanager
+def texts() -> Iterator[Trial]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield lambda seed: filter(None, [_try_text(random.Random(seed), Path(folder, "config.json"))])
 
 
 def _try_one(generator: random.Random, path: Path) -> str | None:

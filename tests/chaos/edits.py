@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.chaos.harness import Outcome, digest, faults, over_seeds, run_ranks
-from tests.chaos.turns import ALL, Exact
+from tests.chaos.harness import digest, each_seed, faults, run_ranks
+from tests.chaos.turns import ALL, Exact, take
 from tests.optim.subject import FREEZE, Subject
 from tests.optim.training import loss_of, make_model
 from thinwire.comm import Communicator
@@ -150,19 +150,14 @@ class Trial:
         model = make_model(dtype=self.dtype)
         optimizer = self.subject.build(model, comm, max_norm=self.max_norm)
         for step in range(self.moment):
-            self.iterate(model, optimizer, step)
+            take(model, optimizer, step)
         return model, optimizer
-
-    def iterate(self, model: nn.Module, optimizer: Any, step: int) -> None:
-        loss_of(model, optimizer.comm.rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
     def rest(self, model: nn.Module, optimizer: Any) -> str:
         """Go on, and say what weights there are in the end."""
         optimizer.zero_grad()
         for step in range(100, 102):
-            self.iterate(model, optimizer, step)
+            take(model, optimizer, step)
         optimizer.synchronize_weights()
         optimizer.comm.barrier()
         return digest(model)
@@ -319,7 +314,8 @@ def _average(comm: Communicator, model: nn.Module) -> None:
         parameter.grad = (total / comm.size).to(parameter.dtype)
 
 
-def one(seed: str) -> list[str]:
+@each_seed
+def run(seed: str) -> list[str]:
     """What is wrong with the trial of that seed."""
     trial = Trial.random(seed)
     ends = run_ranks(trial.edited, trial.size)
@@ -331,7 +327,3 @@ def one(seed: str) -> list[str]:
         if ends[0].result not in (wanted[0][0].result, wanted[1][0].result):
             found.append(f"ends with {ends[0].result}, not {[of_way[0].result for of_way in wanted]}")
     return [f"{trial}: {fault}" for fault in found]
-
-
-def run(count: int, seed: int) -> Outcome:
-    return over_seeds(nullcontext(one), count, seed)

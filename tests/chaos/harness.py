@@ -12,7 +12,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,21 +51,30 @@ class Outcome:
         self.examples = (self.examples + found)[:MOST_EXAMPLES]
 
 
-def over_seeds(trials: AbstractContextManager[Trial], count: int, seed: int) -> Outcome:
-    """What is wrong with so many trials, each of a seed of its own; RuntimeWarnings are no fault. One that hangs is the
+def over_seeds(trials: Callable[[], AbstractContextManager[Trial]]) -> Callable[[int, int], Outcome]:
+    """The harness of so many trials, each of a seed of its own; RuntimeWarnings are no fault. One that hangs is the
     last."""
-    outcome = Outcome()
-    with trials as trial, warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        for name in (f"{seed}-{number}" for number in range(count)):
-            found: list[str] = []
-            thread = threading.Thread(target=_watch, args=(trial, name, found), daemon=True)
-            thread.start()
-            thread.join(LONGEST_TRIAL_SECONDS)
-            outcome.note([f"{name}: it hangs"] if thread.is_alive() else [f"{name}: {fault}" for fault in found])
-            if thread.is_alive():
-                break
-    return outcome
+
+    def run(count: int, seed: int) -> Outcome:
+        outcome = Outcome()
+        with trials() as trial, warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            for name in (f"{seed}-{number}" for number in range(count)):
+                found: list[str] = []
+                thread = threading.Thread(target=_watch, args=(trial, name, found), daemon=True)
+                thread.start()
+                thread.join(LONGEST_TRIAL_SECONDS)
+                outcome.note([f"{name}: it hangs"] if thread.is_alive() else [f"{name}: {fault}" for fault in found])
+                if thread.is_alive():
+                    break
+        return outcome
+
+    return run
+
+
+def each_seed(trial: Trial) -> Callable[[int, int], Outcome]:
+    """The harness of trials that share nothing."""
+    return over_seeds(lambda: nullcontext(trial))
 
 
 def _watch(trial: Trial, seed: str, found: list[str]) -> None:

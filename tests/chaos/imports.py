@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.chaos.harness import Outcome, Trial, is_documented, over_seeds
+from tests.chaos.checkpoints import flip_bits, truncate, zero
+from tests.chaos.harness import Trial, is_documented, over_seeds
 from tests.deepspeed.files.deepspeed_files import deepspeeds_names, write_sharded, write_universal, write_unsharded
 from tests.deepspeed.files.test_import import groups_of, make, make_trained, read_here, settings
 from thinwire import initialize
@@ -59,12 +60,9 @@ class Form(NamedTuple):
     engine: Any
 
 
-def run(count: int, seed: int) -> Outcome:
-    return over_seeds(_damaged(), count, seed)
-
-
+@over_seeds
 @contextmanager
-def _damaged() -> Iterator[Trial]:
+def run() -> Iterator[Trial]:
     with tempfile.TemporaryDirectory() as temporary, contextlib.redirect_stderr(io.StringIO()):
         root = Path(temporary)
         forms = {name: _form(root / name, *WRITES[name]) for name in WRITES}
@@ -172,34 +170,16 @@ def _edited(form: Form, output: Path) -> str | None:
 # Ways of damage: each returns what it has done, if that needs words
 
 
-def _flip(path: Path, source: random.Random) -> None:
-    content = bytearray(path.read_bytes())
-    for _ in range(source.choice((1, 1, 1, 2, 8))):
-        content[source.randrange(len(content))] ^= 1 << source.randrange(8)
-    path.write_bytes(content)
-
-
 def _flip_tensor(path: Path, source: random.Random) -> None:
     """A bit of the longest entry, which is nearly always a tensor's."""
     if not zipfile.is_zipfile(path):
-        return _flip(path, source)
+        return flip_bits(path, source)
     with zipfile.ZipFile(path) as archive:
         one = max(archive.infolist(), key=lambda one: one.file_size)
     content = bytearray(path.read_bytes())
     content[one.header_offset + source.randrange(100, 100 + one.file_size)] ^= 1 << source.randrange(8)
     path.write_bytes(content)
     return None
-
-
-def _cut(path: Path, source: random.Random) -> None:
-    os.truncate(path, source.randrange(path.stat().st_size))
-
-
-def _zero(path: Path, source: random.Random) -> None:
-    content = bytearray(path.read_bytes())
-    start = source.randrange(len(content))
-    content[start : start + 512] = bytes(len(content[start : start + 512]))
-    path.write_bytes(content)
 
 
 def _compress(path: Path, source: random.Random) -> None:
@@ -291,10 +271,10 @@ def _rewrite(path: Path, change: Callable[[Any], tuple[Any, str]]) -> str:
 
 
 WAYS: dict[str, Callable[[Path, random.Random], str | None]] = {
-    "flip": _flip,
+    "flip": flip_bits,
     "flip a tensor of": _flip_tensor,
-    "cut": _cut,
-    "zero": _zero,
+    "cut": truncate,
+    "zero": zero,
     "compress": _compress,
     "exchange": _exchange,
     "grow": _grow,

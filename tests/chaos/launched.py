@@ -13,13 +13,12 @@ import signal
 import subprocess
 import sys
 import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from tests.chaos.harness import Outcome, over_seeds
+from tests.chaos.harness import each_seed
 from tests.chaos.kills import digest_of
 from tests.engine.tiny import loss_of, make_engine, settings
 from tests.launching import Jobs, find_mpirun
@@ -166,13 +165,10 @@ def _faults_of_errors(trial: Trial, errors: list[str]) -> list[str]:
     return [] if all(wanted in error for error in errors) else [f"no word of {wanted!r} in {errors}"]
 
 
-def one(seed: str) -> list[str]:
+@each_seed
+def run(seed: str) -> list[str]:
     trial = Trial.random(seed, backends())
     return [f"{trial}: {fault}" for fault in faults(trial)]
-
-
-def run(count: int, seed: int) -> Outcome:
-    return over_seeds(nullcontext(one), count, seed)
 
 
 if __name__ == "__main__":

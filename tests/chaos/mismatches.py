@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.chaos.harness import Outcome, digest, faults, over_seeds, run_ranks
+from tests.chaos.harness import digest, each_seed, faults, run_ranks
 from tests.optim.subject import FREEZE, SUBJECTS, Subject
 from tests.optim.training import exchange_comm, loss_of, make_model, train
 from thinwire.comm import Communicator, threads
@@ -336,7 +335,8 @@ def foreign_state(subject: Subject) -> dict[str, Any]:
     return threads.run(state, 1)[0]
 
 
-def one(seed: str) -> list[str]:
+@each_seed
+def run(seed: str) -> list[str]:
     """What is wrong with the mismatch of that seed."""
     mismatch = Mismatch.random(seed)
     foreign_state(mismatch.subject)
@@ -344,7 +344,3 @@ def one(seed: str) -> list[str]:
     names = mismatch.build.names if mismatch.build is not None else "rank"
     found = faults(ends, names, may_wait=mismatch.step in UNEQUAL_CALLS)
     return [f"{mismatch}: {fault}" for fault in found]
-
-
-def run(count: int, seed: int) -> Outcome:
-    return over_seeds(nullcontext(one), count, seed)

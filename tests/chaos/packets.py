@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.chaos.harness import Outcome, over_seeds
+from tests.chaos.harness import each_seed
 from tests.compress.kernels.body import backends
 from thinwire.compress import Header, PacketError
 from thinwire.compress.codecs import Codec, make_codec, scales
@@ -221,7 +220,8 @@ def faults_of_values(transfer: Transfer, mean: bool) -> list[str]:
     return found
 
 
-def one(seed: str) -> list[str]:
+@each_seed
+def run(seed: str) -> list[str]:
     """What is wrong with how the transfer of that seed is received."""
     source = random.Random(seed)
     transfer = Transfer.random(source)
@@ -232,7 +232,3 @@ def one(seed: str) -> list[str]:
         found += faults_of_values(transfer, mean)
     told = f"{damage.__name__} of {transfer.rows} rows of {transfer.shard}, {transfer.codec.name}"
     return [f"{told}: {fault}" for fault in found]
-
-
-def run(count: int, seed: int) -> Outcome:
-    return over_seeds(nullcontext(one), count, seed)

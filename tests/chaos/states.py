@@ -11,7 +11,6 @@ import hashlib
 import math
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.chaos.harness import Outcome, Trial, faults, over_seeds, run_ranks
+from tests.chaos.harness import each_seed, faults, run_ranks
 from tests.optim.subject import FREEZE, LOCAL, SUBJECTS, Subject
 from tests.optim.training import make_model, snapshot, train
 from thinwire.comm import Communicator, threads
@@ -150,12 +149,8 @@ def flat(value: Any) -> list[Tensor]:
     return [tensor for one in inner for tensor in flat(one)]
 
 
-@contextmanager
-def _tampered() -> Iterator[Trial]:
-    yield one
-
-
-def one(seed: str) -> Iterator[str]:
+@each_seed
+def run(seed: str) -> Iterator[str]:
     """What is wrong with the trial of that seed."""
     source = random.Random(seed)
     form = source.choice(FORMS)
@@ -203,7 +198,3 @@ def one(seed: str) -> Iterator[str]:
             found = [f"it was loaded as something else, expected {expected[0].result or expected[0].error}"]
     for fault in found:
         yield f"{form}, rank {odd}, {done}: {fault}"
-
-
-def run(count: int, seed: int) -> Outcome:
-    return over_seeds(_tampered(), count, seed)

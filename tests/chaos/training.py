@@ -8,13 +8,12 @@ not with their square.
 
 from __future__ import annotations
 
-import io
 import math
 import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -22,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.chaos.harness import Outcome, digest, faults, over_seeds, run_ranks
+from tests.chaos.harness import Outcome, digest, each_seed, faults, run_ranks
 from tests.optim.subject import FREEZE, SUBJECTS, Subject
-from tests.optim.training import batch, exchange_comm, loss_of, make_model, weights
+from tests.optim.training import batch, exchange_comm, loss_of, make_model, through_a_file, weights
 from thinwire.comm import Communicator
 
 SIZE = 2
@@ -179,7 +178,8 @@ def train_through(comm: Communicator, trial: Trial) -> str:
     return digest(model) + ("" if bool(weights(model).isfinite().all()) else ", not finite")
 
 
-def gradients_of(seed: str) -> list[str]:
+@each_seed
+def gradients(seed: str) -> list[str]:
     """What is wrong with the trial of that seed."""
     trial = Trial.random(seed)
     ends = run_ranks(lambda comm: train_through(comm, trial), SIZE)
@@ -187,10 +187,6 @@ def gradients_of(seed: str) -> list[str]:
     if any("not finite" in str(end.result) for end in ends):
         found.append("weights are not finite")
     return [f"{trial}: {fault}" for fault in found]
-
-
-def gradients(count: int, seed: int) -> Outcome:
-    return over_seeds(nullcontext(gradients_of), count, seed)
 
 
 BETWEEN_COMPARISONS = 50
@@ -341,12 +337,10 @@ def train_many(comm: Communicator, subject: Subject, count: int, seed: str) -> t
     made = traffic.calls - before
     assert made <= 2 * buckets + MOST_CALLS_BESIDE_BUCKETS, f"{made} collectives in a step of {buckets} buckets"
 
-    file = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict()], file)
-    file.seek(0)
+    saved = through_a_file([model.state_dict(), optimizer.state_dict()])
     resumed = Many(count, seed)
     again = subject.build(resumed, comm, bucket_bytes=1 << 14)
-    for part, state in zip((resumed, again), torch.load(file, weights_only=True), strict=True):
+    for part, state in zip((resumed, again), saved, strict=True):
         part.load_state_dict(state)
     for of_one, trained_by in ((model, optimizer), (resumed, again)):
         for step in range(FREEZE + 3, FREEZE + 3 + STEPS_RESUMED):

@@ -12,15 +12,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.chaos.harness import PACKAGE, Outcome, digest, faults, over_seeds, raised_by_us, run_ranks
+from tests.chaos.harness import PACKAGE, digest, each_seed, faults, raised_by_us, run_ranks
 from tests.optim.subject import FREEZE, SUBJECTS, Subject
 from tests.optim.training import loss_of, make_model
 from thinwire.comm import Communicator
@@ -48,6 +48,13 @@ class Exact:
 
 
 ALL: list[Subject | Exact] = [*SUBJECTS, *(Exact(stage) for stage in (0, 1, 2))]
+
+
+def take(model: nn.Module, optimizer: Any, step: int) -> None:
+    """A step as it should be."""
+    loss_of(model, optimizer.comm.rank, step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 class Lines:
@@ -120,10 +127,7 @@ class Interrupt:
         optimizer = self.subject.build(model, comm)
         where, counted = "", Lines()
 
-        def iterate(step: int) -> None:
-            loss_of(model, comm.rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        iterate = partial(take, model, optimizer)
 
         for step in range(self.moment - 1):
             iterate(step)
@@ -161,7 +165,8 @@ class Interrupt:
         return digest(model)
 
 
-def interrupted(seed: str) -> list[str]:
+@each_seed
+def interrupts(seed: str) -> list[str]:
     """What is wrong with the trial of that seed."""
     trial = Interrupt.random(seed)
     places: list[str] = []
@@ -181,10 +186,6 @@ def interrupted(seed: str) -> list[str]:
         if ends[0].result not in wanted.values():
             found = [f"goes on with {ends[0].result}, neither {wanted}"]
     return [f"{trial} at {places}: {fault}" for fault in found]
-
-
-def interrupts(count: int, seed: int) -> Outcome:
-    return over_seeds(nullcontext(interrupted), count, seed)
 
 
 LONGEST_CALL_SECONDS = 60.0
@@ -220,10 +221,7 @@ class Second:
         wrong: list[str] = []
         ended: list[str] = []
 
-        def iterate(step: int) -> None:
-            loss_of(model, comm.rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        iterate = partial(take, model, optimizer)
 
         def beside() -> None:
             try:
@@ -299,14 +297,11 @@ def _faults(error: BaseException) -> list[str]:
     return ["".join(traceback.format_exception(error)[-3:])]
 
 
-def second(seed: str) -> list[str]:
+@each_seed
+def threads(seed: str) -> list[str]:
     """What is wrong with the trial of that seed."""
     trial = Second.random(seed)
     (end,) = run_ranks(trial.train, 1)
     if end.error is not None:
         return [f"{trial}: {end.error!r}"]
     return [f"{trial}: {end.result}"] if end.result else []
-
-
-def threads(count: int, seed: int) -> Outcome:
-    return over_seeds(nullcontext(second), count, seed)

@@ -68,27 +68,18 @@ def test_nothing_is_lost_outputs_and_residuals_add_up_to_the_inputs(codec, world
 
 
 @pytest.mark.parametrize(("codec", "bad"), each_once(NAMES, [float("nan"), float("inf"), -float("inf")]))
-def test_one_rank_overflows_every_rank_knows_and_residuals_stay(codec, bad) -> None:
-    def rank(comm):
-        exchange = Exchange(comm, 500, make_codec(codec, BLOCK))
-        exchange.average(vector_of(comm, 500, 0))
-        before = exchange.worker_residual.clone(), exchange.owner_residual.clone()
-        vector = vector_of(comm, 500, 1)
-        if comm.rank == 1:
-            vector[499] = bad
-        output = exchange.average(vector, step=1)
-        unchanged = torch.equal(before[0], exchange.worker_residual) and torch.equal(before[1], exchange.owner_residual)
-        after = exchange.average(vector_of(comm, 500, 2), step=2)
-        return bool(torch.isfinite(output).all()), unchanged, bool(torch.isfinite(after).all())
-
-    assert threads.run(rank, 3) == [(False, True, True)] * 3
-
-
-def test_more_ranks_than_elements() -> None:
-    found = threads.run(
-        lambda comm: Exchange(comm, 2, make_codec("sign1", BLOCK)).average(torch.tensor([3.0, -1.0])), 5
-    )
-    assert all(torch.equal(output, torch.tensor([2.0, -2.0])) for output in found)
+@on_threads(3)
+def test_one_rank_overflows_every_rank_knows_and_residuals_stay(comm, codec, bad) -> None:
+    exchange = Exchange(comm, 500, make_codec(codec, BLOCK))
+    exchange.average(vector_of(comm, 500, 0))
+    before = exchange.worker_residual.clone(), exchange.owner_residual.clone()
+    vector = vector_of(comm, 500, 1)
+    if comm.rank == 1:
+        vector[499] = bad
+    output = exchange.average(vector, step=1)
+    unchanged = torch.equal(before[0], exchange.worker_residual) and torch.equal(before[1], exchange.owner_residual)
+    after = exchange.average(vector_of(comm, 500, 2), step=2)
+    assert (bool(torch.isfinite(output).all()), unchanged, bool(torch.isfinite(after).all())) == (False, True, True)
 
 
 @pytest.mark.parametrize(("numel", "parts"), [(1_000_000, 1), (1_234_567, 1), (4_194_304, 2), (12_000_001, 5)])
@@ -116,15 +107,13 @@ def test_a_packet_that_is_not_the_expected_one_is_an_error_on_every_rank(comm, a
         both_legs(exchange, torch.zeros(384), step=9 if odd and attribute == "step" else 4)
 
 
-def test_a_missing_gradient_is_told_to_every_rank_and_padding_stays_zero() -> None:
-    def rank(comm):
-        exchange = Exchange(comm, 300, make_codec("sign1", BLOCK), part=BLOCK)
-        outcome = both_legs(exchange, torch.ones(300), flags=Flags.INCOMPLETE if comm.rank == 2 else Flags.NONE)
-        output = torch.full_like(exchange.payload, 7.0)
-        exchange.read(output)
-        return outcome.incomplete, bool((output[:300] == 1).all()), bool(output[300:].any())
-
-    assert threads.run(rank, 3) == [(True, True, False)] * 3
+@on_threads(3)
+def test_a_missing_gradient_is_told_to_every_rank_and_padding_stays_zero(comm) -> None:
+    exchange = Exchange(comm, 300, make_codec("sign1", BLOCK), part=BLOCK)
+    outcome = both_legs(exchange, torch.ones(300), flags=Flags.INCOMPLETE if comm.rank == 2 else Flags.NONE)
+    output = torch.full_like(exchange.payload, 7.0)
+    exchange.read(output)
+    assert (outcome.incomplete, bool((output[:300] == 1).all()), bool(output[300:].any())) == (True, True, False)
 
 
 @on_threads(2)

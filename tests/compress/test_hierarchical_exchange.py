@@ -139,33 +139,6 @@ def build(comm: Communicator, name: str, nodes: list[int] | str, seed: int = 0, 
     return model, Subject(name, 0).build(model, comm, nodes=nodes, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "node_of"),
-    [
-        ("OneBitAdam", [0, 0, 1, 1]),
-        ("OneBitLamb", [0, 0, 0, 1, 1]),
-        ("OneBitLamb", [0, 1, 1]),
-        ("ZeroOneAdam", [0, 0, 1]),
-    ],
-)
-def test_optimizers_learn_the_same_over_nodes(name: str, node_of: list[int]) -> None:
-    def body(comm: Communicator) -> tuple[Tensor, Tensor, int, int]:
-        (model, by_node), (other, flat) = (build(comm, name, nodes) for nodes in (node_of, "flat"))
-        losses = [train(*one, range(40)) for one in ((model, by_node), (other, flat))]
-        assert by_node.frozen
-        assert sum(losses[0][-10:]) == pytest.approx(sum(losses[1][-10:]), rel=0.2)
-        assert sum(losses[0][-10:]) < sum(losses[0][:10])
-        for one in (by_node, flat):
-            one.synchronize_weights()
-        return weights(model), weights(other), by_node.bytes_sent_between_nodes, flat.bytes_sent
-
-    (shown, of_flat, _, _), *others = results = threads.run(body, len(node_of))
-    assert all(torch.equal(other, shown) for other, *_ in others)
-    start = weights(make_model())
-    assert float((shown - of_flat).norm()) < 0.5 * float((of_flat - start).norm())
-    assert sum(between for _, _, between, _ in results) < 0.7 * sum(everything for *_, everything in results)
-
-
 @pytest.mark.filterwarnings("ignore:this state was saved")
 @on_threads(5)
 def test_a_resume_over_the_same_nodes_keeps_residuals_and_over_others_starts_them_anew(comm: Communicator) -> None:

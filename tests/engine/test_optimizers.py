@@ -14,12 +14,10 @@ from tests.engine import tiny
 from tests.engine.tiny import BF16, at_stages, equal, make_engine, settings, speaking, train, train_same_data, weights
 from tests.launching import on_threads
 from tests.optim.zero_one.reference import SCHEDULE
-from thinwire import initialize
 from thinwire.comm import Communicator, threads
 from thinwire.engine import NonFiniteError
 from thinwire.engine.config.models import OffloadConfig, ZeroConfig
 from thinwire.engine.optimizers import _stepped_on, communicator_of
-from thinwire.optim import Lamb, Lion, Muon
 from thinwire.optim.exact import AdamW
 
 PRECISIONS = {"fp32": {}, "bf16": BF16, "fp16": {"fp16": {"enabled": True, "loss_scale": 64}}}
@@ -163,23 +161,6 @@ def test_exact_optimizers_learn_alike_at_every_stage(name: str, precision: str) 
     assert of_stage[0][0][-1] < 0.9 * of_stage[0][0][0]
 
 
-def test_checkpoints_of_muon_cross_stages_and_numbers_of_ranks(tmp_path) -> None:
-    def rank(comm: Communicator) -> list[float]:
-        engine = make_engine(comm, exact("Muon", 2, **BF16))
-        train(engine, range(4))
-        engine.save_checkpoint(tmp_path)
-        return train(engine, range(4, 7))
-
-    def again(comm: Communicator, stage: int) -> list[float]:
-        engine = make_engine(comm, exact("Muon", stage, **BF16), seed=1)
-        assert engine.load_checkpoint(tmp_path)[0] is not None
-        return train(engine, range(4, 7))
-
-    expected = threads.run(rank, 2)[0]
-    assert [found[1] for found in at_stages(again, 0, 1)] == [expected] * 2
-    assert len(set(map(tuple, at_stages(again, 1, ranks=3)[0]))) == 1
-
-
 def test_muon_takes_matrices_by_deepspeeds_rule_and_a_schedule_steers_both_groups() -> None:
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": [0.2, 0.1], "warmup_num_steps": 4}}
     assert make_engine(None, exact("Muon", 1)).get_lr() == [2e-2, 3e-3]
@@ -189,17 +170,6 @@ def test_muon_takes_matrices_by_deepspeeds_rule_and_a_schedule_steers_both_group
     assert {one.dim() for one in rest["params"]} == {1}
     train(engine, range(6))
     assert engine.get_lr() == pytest.approx([0.2, 0.1])
-
-
-@pytest.mark.parametrize(("name", "cls"), [("Lamb", Lamb), ("Lion", Lion), ("Muon", Muon)])
-@on_threads(2)
-def test_one_that_is_passed_trains_as_one_that_is_named(
-    comm: Communicator, name: str, cls: type[torch.optim.Optimizer]
-) -> None:
-    model = tiny.make_model()
-    given = cls(model.parameters(), **PARAMS[name])
-    engine = initialize(model=model, optimizer=given, config=exact(name, 1) | {"optimizer": None}, comm=comm)[0]
-    assert train(engine, range(4)) == train(make_engine(comm, exact(name, 2)), range(4))
 
 
 @pytest.mark.parametrize(("stage", "kind"), [(0, "AdamW"), (1, "Adam")])

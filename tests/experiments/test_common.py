@@ -21,8 +21,8 @@ from experiments.common.errors import BAD_INPUT, InputError, on_every_rank
 from experiments.common.launching import launch
 from experiments.common.peak_memory import PeakMemory, measure_alone
 from experiments.common.results import check_writable, read_json, write_json
-from tests.launching import Jobs, run
-from thinwire.comm import Communicator, Launch, threads
+from tests.launching import Jobs, on_threads, run
+from thinwire.comm import Communicator, Launch
 
 THIS = "tests.experiments.test_common"
 
@@ -54,14 +54,12 @@ def test_bad_arguments_are_refused_before_any_rank_starts(capsys: pytest.Capture
     assert capsys.readouterr().err == f"{THIS}: error: this cannot be used\n"
 
 
-def test_every_rank_gets_the_complaint_or_its_own_result() -> None:
-    def work(comm: Communicator) -> str:
-        with pytest.raises(InputError) as caught:
-            refuse(comm, argparse.Namespace())
-        assert on_every_rank(comm, lambda: comm.rank) == comm.rank
-        return str(caught.value)
-
-    assert threads.run(work, 4) == ["this cannot be used (first seen on rank 3)"] * 4
+@on_threads(4)
+def test_every_rank_gets_the_complaint_or_its_own_result(comm: Communicator) -> None:
+    with pytest.raises(InputError) as caught:
+        refuse(comm, argparse.Namespace())
+    assert on_every_rank(comm, lambda: comm.rank) == comm.rank
+    assert str(caught.value) == "this cannot be used (first seen on rank 3)"
 
 
 @pytest.mark.launch

@@ -238,21 +238,6 @@ ALL = pytest.mark.parametrize("options", [LAMB, MUON, LION], ids=["Lamb", "Muon"
 
 
 @ALL
-@pytest.mark.parametrize(("ranks", "dtype"), [(1, None), (2, torch.bfloat16), (3, None), (4, torch.bfloat16)])
-def test_every_stage_has_the_bits_of_stage_0(ranks: int, options: dict, dtype: torch.dtype | None) -> None:
-    def body(comm: Communicator, stage: int) -> Tensor:
-        model = make_model()
-        optimizer = build(comm, model, stage, param_dtype=dtype, max_norm=0.5, **options)
-        train(optimizer, model, range(8))
-        return weights(model)
-
-    of_stage = [threads.run(lambda comm, stage=stage: body(comm, stage), ranks) for stage in (0, 1, 2)]
-    for of_rank in of_stage:
-        for mine in of_rank:
-            assert torch.equal(mine, of_stage[0][0])
-
-
-@ALL
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_accumulation_and_clipping_are_those_of_one_process(stage: int, options: dict) -> None:
     def body(comm: Communicator) -> Tensor:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.launching import on_threads
 from tests.refusing import refused
 from tests.zero.training import ADAMW, build
 from thinwire.comm import Communicator, threads
@@ -79,16 +80,14 @@ def test_any_object_is_walked_and_cycles_end() -> None:
     assert on_cpu(Holder()) == {"masters": 40, "gradients": 44, "residuals": 12, "other": 7 + 8 + 1}
 
 
-def test_communicators_are_left_out() -> None:
-    def rank(comm: Communicator) -> dict[str, int]:
-        comm.secret = torch.zeros(100)  # type: ignore[attr-defined]
-        output = torch.zeros(comm.size * 5)
-        work = comm.all_gather(output, torch.ones(5), async_op=True)
-        held = on_cpu([comm, work, output])
-        work.wait()
-        return held
-
-    assert threads.run(rank, 3) == [{"other": 4 * 15}] * 3
+@on_threads(3)
+def test_communicators_are_left_out(comm: Communicator) -> None:
+    comm.secret = torch.zeros(100)  # type: ignore[attr-defined]
+    output = torch.zeros(comm.size * 5)
+    work = comm.all_gather(output, torch.ones(5), async_op=True)
+    held = on_cpu([comm, work, output])
+    work.wait()
+    assert held == {"other": 4 * 15}
 
 
 def test_nothing_without_memory_counts() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.launching import on_threads
 from tests.optim.subject import LOCAL, Subject
-from tests.optim.training import loss_of, make_model, through_a_file, watcher, weights
+from tests.optim.training import loss_of, make_model, through_a_file, weights
 from tests.optim.training import train as train_one
 from tests.refusing import refused
 from tests.zero.saved import join, save
@@ -103,19 +103,6 @@ def test_every_rank_shows_a_torch_optimizer() -> None:
 
 
 # What is sent while a model computes: buckets during backward, new weights during the next forward
-
-
-def test_buckets_leave_during_backward() -> None:
-    def body(comm: Communicator) -> list[int]:
-        model = make_model()
-        optimizer = build(comm, model, 2, **(ADAMW | {"bucket_bytes": 4}))
-        seen: list[int] = []
-        model[0].weight.register_hook(lambda _: seen.append(watcher(optimizer).started))
-        train(optimizer, model, range(1))
-        return seen
-
-    for seen in threads.run(body, 2):
-        assert seen == [4] or seen == [5]
 
 
 def test_weights_read_in_any_way_are_the_new_ones() -> None:

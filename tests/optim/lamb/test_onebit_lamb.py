@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import thinwire
+from tests.launching import on_threads
 from tests.optim.lamb.reference import ReferenceOneBitLamb, layers_and_gradients
 from tests.optim.subject import Subject
 from tests.optim.training import buckets_of, make_model, train, weights
@@ -113,21 +114,19 @@ def test_empty_zero_and_scalar_layers_and_layers_without_gradients(world_size, c
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_groups_have_bounds_of_their_own_and_so_have_later_ones() -> None:
-    def rank(comm):
-        small, large = nn.Parameter(torch.full((9,), 100.0)), nn.Parameter(torch.full((9,), 100.0))
-        groups = [{"params": [small], "max_coeff": 0.3}, {"params": [large], "max_coeff": 7.0}]
-        optimizer = thinwire.OneBitLamb(groups, freeze_step=5, block_size=64, comm=comm)
-        for _ in range(3):
-            small.grad, large.grad = torch.ones(9), torch.ones(9)
-            optimizer.step()
-        late = nn.Parameter(torch.full((9,), 100.0))
-        optimizer.add_param_group({"params": [late], "max_coeff": 1.0})
-        small.grad, large.grad, late.grad = torch.ones(9), torch.ones(9), torch.ones(9)
+@on_threads(2)
+def test_groups_have_bounds_of_their_own_and_so_have_later_ones(comm) -> None:
+    small, large = nn.Parameter(torch.full((9,), 100.0)), nn.Parameter(torch.full((9,), 100.0))
+    groups = [{"params": [small], "max_coeff": 0.3}, {"params": [large], "max_coeff": 7.0}]
+    optimizer = thinwire.OneBitLamb(groups, freeze_step=5, block_size=64, comm=comm)
+    for _ in range(3):
+        small.grad, large.grad = torch.ones(9), torch.ones(9)
         optimizer.step()
-        return optimizer.get_lamb_coeffs()
-
-    assert threads.run(rank, 2) == [[0.3, 7.0, 1.0]] * 2
+    late = nn.Parameter(torch.full((9,), 100.0))
+    optimizer.add_param_group({"params": [late], "max_coeff": 1.0})
+    small.grad, large.grad, late.grad = torch.ones(9), torch.ones(9), torch.ones(9)
+    optimizer.step()
+    assert optimizer.get_lamb_coeffs() == [0.3, 7.0, 1.0]
 
 
 POSITIVE = st.floats(1e-30, 1e30)
