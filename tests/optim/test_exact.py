@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.launching import on_threads
 from tests.optim.training import make_model, weights
 from tests.zero.saved import join, save
 from tests.zero.training import build, by_one_process, train
@@ -338,14 +339,16 @@ def test_groups_of_muon_are_made_before_they_are_sharded() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_the_torch_optimizer_of_a_rank_can_be_looked_at(stage: int) -> None:
-    def body(comm: Communicator) -> int:
-        model = nn.Linear(5, 3)
-        optimizer = ShardedOptimizer(model.parameters(), Lamb, stage=stage, comm=comm)
-        model(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-        assert type(optimizer.optimizer) is Lamb
-        assert all(0.01 <= one <= 10 for one in optimizer.optimizer.get_lamb_coeffs())
-        return len(optimizer.optimizer.get_lamb_coeffs())
-
-    assert threads.run(body, 3) == ([2, 2, 2] if stage == 0 else [1, 1, 0])
+@on_threads(3)
+def test_the_torch_optimizer_of_a_rank_can_be_looked_at(comm: Communicator, stage: int) -> None:
+    """Where the model is smaller than a block for each, the last one shows the class and settings alone."""
+    model = nn.Linear(5, 3)
+    optimizer = ShardedOptimizer(model.parameters(), Lamb, stage=stage, comm=comm, lr=0.5)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    shown = optimizer.optimizer
+    assert type(shown) is Lamb
+    coefficients = shown.get_lamb_coeffs()
+    assert all(0.01 <= one <= 10 for one in coefficients)
+    assert len(coefficients) == len(shown.state_dict()["state"]) == (2 if stage == 0 else (1, 1, 0)[comm.rank])
+    assert [group["lr"] for group in shown.state_dict()["param_groups"]] == [0.5]

@@ -16,7 +16,6 @@ from tests.optim.training import train as train_one
 from tests.refusing import refused
 from tests.zero.saved import join, save
 from tests.zero.training import ADAMW, SGD, build, train
-from thinwire import ShardedOptimizer
 from thinwire.comm import Communicator, threads
 from thinwire.zero.rank_checks import ReplicaDriftError
 from thinwire.zero.sharded_home import ComparisonTimes
@@ -84,22 +83,6 @@ def test_every_rank_saves_and_loads_its_own_state(saved_stage: int, stage: int, 
     threads.run(others_file, 3)
     with pytest.raises(ValueError, match="save_checkpoint"):
         build(threads.run(lambda comm: comm, 1)[0], make_model(), stage).load_state_dict(states[1])
-
-
-def test_every_rank_shows_a_torch_optimizer() -> None:
-    """A model smaller than a block is one rank's; the other shows the class and the settings, without a parameter."""
-
-    def body(comm: Communicator) -> tuple[int, float, int]:
-        model = nn.Linear(3, 1)
-        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, comm=comm, lr=0.5)
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-        shown = optimizer.optimizer
-        assert isinstance(shown, torch.optim.AdamW)
-        state = shown.state_dict()
-        return len(state["state"]), state["param_groups"][0]["lr"], len(state["param_groups"])
-
-    assert sorted(threads.run(body, 2)) == [(0, 0.5, 1), (2, 0.5, 1)]
 
 
 # What is sent while a model computes: buckets during backward, new weights during the next forward

@@ -194,19 +194,6 @@ def test_training_goes_on(tmp_path, write) -> None:
     check_going_on(tmp_path / "imported", trained, frozen=write is not write_unsharded)
 
 
-def test_bf16_goes_on_with_its_master_weights(tmp_path) -> None:
-    trained = make_trained(2)
-    write_sharded(tmp_path / "in", trained, 3, 2, torch.bfloat16)
-    imported(tmp_path / "in")
-    first = [
-        threads.run(partial(go_on, folder=tmp_path / "imported", stage=stage, dtype=torch.bfloat16), world)[0]
-        for world, stage in ((1, 0), (2, 1), (4, 2))
-    ]
-    assert first[0] == first[1] == first[2]
-    expected = train(trained.model, trained.optimizer, range(4, 8))
-    torch.testing.assert_close(torch.tensor(first[0]), torch.tensor(expected), rtol=2e-2, atol=0)
-
-
 def test_nothing_is_guessed_without_zero(tmp_path) -> None:
     """Numbered parameters, and a frozen layer that is as large as the trained one."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -260,23 +247,3 @@ def test_schedule_and_loss_scale(tmp_path) -> None:
         assert found.shared["tied"] == {"head.weight": "words.weight"}
         groups = found.counters()["groups"]
     assert [(group["lr"], group["weight_decay"]) for group in groups] == [(0.01, 0.1), (0.002, 0.0)]
-
-
-def test_another_model_is_told_at_load(tmp_path) -> None:
-    write_sharded(tmp_path / "in", make_trained(0), 2, 2)
-    imported(tmp_path / "in")
-    engine, *_ = initialize(model=nn.Linear(2, 3), config=settings(1, torch.float32))
-    refused(CheckpointError, "another model: parameter 'weight'", engine.load_checkpoint, tmp_path / "imported")
-    sgd = {**settings(1, torch.float32), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine, *_ = initialize(model=make(0)[0], config=sgd)
-    with pytest.raises(ValueError, match=r"saved by AdamW with 2 parameter groups, this is SGD with 1"):
-        engine.load_checkpoint(tmp_path / "imported")
-    assert engine.load_checkpoint(tmp_path / "imported", load_optimizer_states=False)[0]
-
-
-def test_an_engine_names_the_command(tmp_path) -> None:
-    write_sharded(tmp_path / "in", make_trained(0), 1, 1)
-    engine, *_ = initialize(model=make(0)[0], config=settings(1, torch.float32))
-    for tag in (None, "global_step4"):
-        with pytest.raises(CheckpointError, match=f"thinwire checkpoint import {tmp_path / 'in'}"):
-            engine.load_checkpoint(tmp_path / "in", tag)
