@@ -1,7 +1,5 @@
 """What tests compile, kept beside this user's other caches: each is compiled once, not by every process."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile

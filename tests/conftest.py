@@ -1,8 +1,6 @@
 """What every test shares: one thread a process, so that ranks on threads do not crowd two cores, and a Python that
 starts warm, for real ranks."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 from collections.abc import Iterator

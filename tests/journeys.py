@@ -4,8 +4,6 @@
 process, one thread, a model of 4 parameters: the counts are the same on every machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import gc

@@ -1,7 +1,5 @@
 """Starts jobs as real processes, as users do: a program alone, under torchrun, under mpirun, or rank by rank."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Fewer cases than a full product has, for parameters that hardly depend on each other."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

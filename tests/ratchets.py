@@ -4,8 +4,6 @@
     python -m tests.ratchets        record the lower values; what has grown stays as it was, and is named
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

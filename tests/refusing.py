@@ -1,7 +1,5 @@
 """One line for what is refused, and in which words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

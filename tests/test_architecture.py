@@ -5,8 +5,6 @@ What still breaks a rule stands in `KNOWN`, rule by rule. A test fails at what b
 what is listed and breaks no rule any more, so that the lists can only shrink.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache

@@ -1,7 +1,5 @@
 """The doors of rooms: all they name is there, whoever imports what first, and costs nothing before it is used."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import pickle

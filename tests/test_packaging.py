@@ -1,7 +1,5 @@
 """What a user installs: a pure-Python wheel with the CUDA sources inside. Optimizers need torch, numpy and pydantic."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile

@@ -1,7 +1,5 @@
 """The house only gets better: see tests/ratchets.py."""
 
-from __future__ import annotations
-
 import json
 
 from tests import ratchets

@@ -4,8 +4,6 @@ A harness is a function of a module, `run(count, seed) -> Outcome`, named in `HA
 of it, and how much the tests.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any, NamedTuple
 

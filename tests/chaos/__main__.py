@@ -1,7 +1,5 @@
 """``python -m tests.chaos``: every harness, or those that are named, in full; exit code 1 if anything is bad."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -6,8 +6,6 @@ save, load and prune in one folder at the same time, among entries of others; ev
 save, and nothing of anybody else's is touched.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

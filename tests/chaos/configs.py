@@ -4,8 +4,6 @@ Valid configurations of every optimizer, schedule and layout are mutated, as obj
 seed decides everything. A text that is strict JSON loads as the object that this is, or not, and none takes long.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -4,8 +4,6 @@ it and gets an error that says so; the parent goes on as if nothing had been.
 ``python -m tests.chaos.forks rank FORM COUNT SEED`` is one rank of a job of so many trials, one after another.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import multiprocessing

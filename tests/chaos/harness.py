@@ -4,8 +4,6 @@ way, and the judgement of how they ended.
 Bad is a wrong result, an exception that does not come from a check of thinwire's own, and a trial without an end.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import threading

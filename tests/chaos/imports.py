@@ -6,8 +6,6 @@ to grow when they are read, or edited by hand. An edit may change a setting or a
 may become another, and an engine loads what was imported, or says why not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

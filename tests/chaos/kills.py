@@ -5,8 +5,6 @@ losses, and ends with the weights, of a run that nobody killed.
 before anything has run a backward, which torch does not survive: `run` starts one such process for each form.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

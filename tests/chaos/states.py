@@ -4,8 +4,6 @@ Anything in a rank's `state_dict` is deleted, or becomes another value, on all r
 rates and the like in `param_groups`, is loaded, and training goes on as with that setting.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math

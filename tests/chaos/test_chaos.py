@@ -1,7 +1,5 @@
 """A short slice of every harness; `make chaos` does the whole."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.chaos import HARNESSES, configs, elastic, forks, kills, launched, run

@@ -3,8 +3,6 @@
 Every rank draws the inputs of all ranks from one seed, so that it can compute what it should receive.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

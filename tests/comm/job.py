@@ -1,7 +1,5 @@
 """What one launched rank does: ``job.py TASK ...``. Every task starts like a user's script, with ``init``."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """`init`: which backend, what is told, what is refused, and what optional packages and other versions change."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """What launchers tell ranks; where ranks meet: those of one host over loopback alone, on a port that only this user is
 told, over several as they are told."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import stat

@@ -1,7 +1,5 @@
 """Who is in an elastic job: workers as threads at a store of their process."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Collectives are counted by kind and size, exactly, on every rank, in groups too, and change no result; and what each
 sends."""
 
-from __future__ import annotations
-
 from collections import Counter
 from fractions import Fraction
 from math import ceil

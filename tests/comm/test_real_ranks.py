@@ -1,8 +1,6 @@
 """Communicators over Gloo and MPI between real processes, and over a process group of one: the body that every backend
 must pass, who is named where a rank fails, and MPI's thread."""
 
-from __future__ import annotations
-
 import secrets
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks that are threads; the errors that name ranks; and collectives whose tensors travel through host memory."""
 
-from __future__ import annotations
-
 import secrets
 import threading
 from types import SimpleNamespace

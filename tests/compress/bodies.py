@@ -2,8 +2,6 @@
 
 As a program, one rank of a launch: some on the first rank alone, then all on all, in a communicator of its own."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import sys

@@ -1,8 +1,6 @@
 """The compressed all-reduce: equal to the algorithm in float64, safe against overflow, exact in its bytes; and the
 exchanges that take less memory, or fewer passes over it, with its bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

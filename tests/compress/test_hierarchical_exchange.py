@@ -1,7 +1,5 @@
 """The exchange over nodes of several ranks: the same average, the same bits on every rank, and fewer bytes between."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

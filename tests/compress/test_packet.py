@@ -1,8 +1,6 @@
 """What is on the wire. Headers: 16 bytes there and back, written alike by every backend, and anything else is refused.
 Codecs through one interface: sizes, padding, what they lose and what they refuse."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An exchange in parts is the exchange: the same results, residuals and flags, to the last bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What reading and setting by parameter must do at every stage; on threads and on real processes alike."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

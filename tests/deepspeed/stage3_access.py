@@ -1,8 +1,6 @@
 """What reading, setting and gathering do at stage 3, and what else scripts ask of an engine there: averaged gradients,
 weights of a checkpoint, leaf modules."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from collections.abc import Iterator

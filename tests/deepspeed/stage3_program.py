@@ -1,7 +1,5 @@
 """What every rank of a stage 3 job runs: parameters are read, set and gathered, and models built shard by shard."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

@@ -1,8 +1,6 @@
 """Activation checkpointing call by call: the same results and gradients, whatever goes in and out, and the same random
 numbers in both runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """DeepSpeed's configurations: keys that cannot change a result, accepted at any well-typed value, listed once, and
 refused at a wrong type; what was written otherwise in earlier years; and files as people write them by hand."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The engine of `thinwire.deepspeed` refuses what DeepSpeed's does, by the errors that scripts catch there."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import logging

@@ -1,7 +1,5 @@
 """DeepSpeed's names are where DeepSpeed has them, whatever is imported first, and what has no counterpart says so."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 import pkgutil

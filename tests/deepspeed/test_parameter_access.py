@@ -1,8 +1,6 @@
 """Weights, gradients and state by parameter, and gathered weights: at stages 0 to 2 on threads, at stage 3, where
 models are built shard by shard too, on real processes."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

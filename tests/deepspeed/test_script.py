@@ -1,7 +1,5 @@
 """Scripts as DeepSpeed's users write them, the import's line changed, train on ranks that are threads and on one."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from functools import partial

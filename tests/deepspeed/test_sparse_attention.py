@@ -1,7 +1,5 @@
 """DeepSpeed's names and calling forms: layouts by their arguments, packed products, modules, and its utilities."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """What an engine says of itself by DeepSpeed's names is what its configuration, ranks and optimizer are."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """What the documentation says in fences and in code spans, with the page and the line it stands on."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

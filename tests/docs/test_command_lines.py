@@ -2,8 +2,6 @@
 
 Nothing is started. A program that is not known here is an error, so that no line goes unchecked by accident."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

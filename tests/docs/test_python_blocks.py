@@ -1,8 +1,6 @@
 """Every Python block of the documentation runs as it is written, on one rank; and docs/internals/gradient.md names the
 calls through which a gradient passes, in the order that a trace shows."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 
 `make docs` builds it; mkdocs itself refuses links and anchors that lead nowhere."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Recomputed activations: the same bits with dropout, less memory, the same parameter names, copies and undoing."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable, Iterator

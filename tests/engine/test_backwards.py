@@ -1,7 +1,5 @@
 """A loss's own backward(), scaled or not, and several backwards a step, train as the engine's one backward does."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

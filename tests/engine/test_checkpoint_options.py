@@ -1,7 +1,5 @@
 """What save_checkpoint and load_checkpoint can be asked for besides a folder."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

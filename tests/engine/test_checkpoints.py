@@ -1,7 +1,5 @@
 """What an engine saves, an engine goes on from: on other ranks, at another stage, as if nothing had happened."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,8 +1,6 @@
 """The resumable loader: every sample once an epoch whatever ranks and batch sizes it is split over, and random numbers
 that survive a resume; and loaders that are repeated, epoch after epoch."""
 
-from __future__ import annotations
-
 import json
 import random
 from itertools import chain

@@ -1,7 +1,5 @@
 """DiLoCo by name: workers that train by themselves under the engine, what they evaluate, skip, save and export."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

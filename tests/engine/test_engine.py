@@ -1,8 +1,6 @@
 """Training through the engine is training in plain torch, whatever the stage, the ranks and the accumulation; without
 an optimizer it evaluates."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

@@ -1,7 +1,5 @@
 """Everything that initialize takes, in every form that it takes it, and what it refuses, on every rank."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

@@ -1,7 +1,5 @@
 """What is converted for a precision, and what is left as it is; parameters without a gradient."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, UserDict, namedtuple
 
 import pytest

@@ -1,8 +1,6 @@
 """What goes wrong in a step is told on every rank, moves nothing, and leaves the engine usable; the arithmetic of the
 loss scale."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

@@ -1,8 +1,6 @@
 """Optimizers by name: the engine trains with each, clips, skips, saves and resumes as with any other; how gradients are
 averaged and what carries the bytes is the configuration's."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The configuration's `sparse_attention` and `progressive_layer_drop`: what they do to a model in training."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

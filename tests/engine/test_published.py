@@ -1,8 +1,6 @@
 """Configurations that DeepSpeed, its examples and Hugging Face publish, key by key as people have them: they load and
 train as they are."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Every schedule against hand-computed rates and DeepSpeed's formulas; several groups, resume, bad parameters."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import pairwise

@@ -1,8 +1,6 @@
 """Stage 3 trains what stage 0 trains, and shares its checkpoints with every stage. FSDP2 needs real processes: as a
 program, which takes a folder and names of parts, by default all, this is what every rank runs."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,8 +1,6 @@
 """A tiny model of repeated layers, data that differ by rank and step, and training loops on the engine and in plain
 torch: what the engine's tests share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

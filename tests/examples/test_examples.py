@@ -4,8 +4,6 @@ Those of transformers' Trainer, peft and Lightning run in tests/hugging_face and
 imported these for much else too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -3,8 +3,6 @@
 None is started. Azure's schema comes with a package too large for the tests: the file was loaded with azure-ai-ml 1.35.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """A task small enough to train in milliseconds, finished runs, and results that were written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

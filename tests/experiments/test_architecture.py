@@ -1,7 +1,5 @@
 """The floors of experiments, as a test: common, tasks and training below, and claims above that know no other claim."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

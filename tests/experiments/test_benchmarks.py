@@ -1,7 +1,5 @@
 """Benchmarks write what they say; peers do what kernels do; and the compiler makes short code of the CUDA kernels."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Sequence

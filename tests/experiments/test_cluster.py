@@ -1,7 +1,5 @@
 """Clusters are made, shaped, used by mpirun, and removed again; their commands and jobs end with what went wrong."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

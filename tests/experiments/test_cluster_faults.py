@@ -3,8 +3,6 @@
 Never a hang past the timeout, never a wrong sum.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """Every command of the experiments names the option that cannot work before anything runs or is written, and recorded
 results are drawn again from their JSON alone."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

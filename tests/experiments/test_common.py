@@ -4,8 +4,6 @@
 else it refuses its input, on real ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import socket
 import subprocess

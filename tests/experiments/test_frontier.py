@@ -1,7 +1,5 @@
 """What is said of contenders and variants follows from the numbers; a study says what it lacks."""
 
-from __future__ import annotations
-
 from math import nan
 from pathlib import Path
 from typing import Any

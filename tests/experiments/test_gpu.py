@@ -1,7 +1,5 @@
 """Stages stand alone: what one lacks, or does wrong, or takes too long for, keeps no other from running."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

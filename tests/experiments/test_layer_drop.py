@@ -1,7 +1,5 @@
 """Runs and step times with and without layer drop: how they are made, what is found in them, and its picture."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The main job: its command line and configuration; and results, resume and refusals with the smallest BERT."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

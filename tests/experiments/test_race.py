@@ -1,7 +1,5 @@
 """The race over Ethernet: how steps are split and counted, what is found in them, drawn, added and refused."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -1,7 +1,5 @@
 """The race over Ethernet end to end on two emulated hosts; a race that is added to, or timed at another rate."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Small runs of stages and shardings on ranks in threads, what is found in their losses, and what is written."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Studies in small: a whole run on one rank or on threads writes numbers and a picture; and their figures."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

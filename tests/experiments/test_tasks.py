@@ -1,7 +1,5 @@
 """What experiments train, and on what: texts, tokens, passages, batches, characters; BERTs, and peers of attention."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The training loop and its optimizers; findings, sweeps and pictures follow from its numbers."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from math import inf, log, nan
 from pathlib import Path

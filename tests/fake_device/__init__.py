@@ -1,8 +1,6 @@
 """A device for tests that torch takes for an accelerator, over the host's memory and the CPU's kernels: it has one
 thread for its backwards, as a GPU has, and counts launches and the moments at which the host waits."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What a GPU would run into, on a device that needs none: see `tests.fake_device`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

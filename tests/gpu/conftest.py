@@ -1,7 +1,5 @@
 """What is missing keeps only those tests from running that need it."""
 
-from __future__ import annotations
-
 import importlib.util
 
 _NEED_PYDANTIC = ("test_engine.py", "test_optimizers.py", "test_several_processes.py")

@@ -1,7 +1,5 @@
 """GPU tensors over every backend that one GPU allows: threads, staged Gloo and MPI, NCCL with one rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The engine on a GPU: every stage, precision and offload that one GPU allows gives the CPU's losses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """A frozen step on a GPU: the host waits for it once, and what lies between two waits is captured as a graph."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """The CUDA kernels on a real GPU, through the body that all backends share."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Optimizers with their parameters on a GPU: virtual ranks as threads on one device."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Ranks as processes with tensors on GPUs: several on one GPU over Gloo or MPI, staged through the host; NCCL with a
 GPU each, where there are two."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The Triton kernels on a GPU: what the interpreter's tests say, and 16-bit dtypes on tensor cores."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Adapters of peft and DiLoCo's workers under Trainers: what every rank runs, as a part of program.py."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any

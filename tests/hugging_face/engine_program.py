@@ -1,7 +1,5 @@
 """What every rank of a job under torchrun runs: Trainers that drive the engine, at every ZeRO stage. Takes a folder."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

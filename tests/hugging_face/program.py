@@ -1,7 +1,5 @@
 """What every rank of a job under torchrun runs against the real transformers and accelerate. Takes a folder."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A configuration for the engine under a Trainer: filled in from real TrainingArguments, or one error with all that
 contradicts them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

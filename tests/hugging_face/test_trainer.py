@@ -1,8 +1,6 @@
 """Trainer and Accelerate as they are installed, with an optimizer and with the engine: two real processes for what
 ranks do together, one for what a Trainer that drives the engine refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

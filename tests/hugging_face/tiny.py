@@ -1,7 +1,5 @@
 """A tiny BERT, a task that it learns in a few steps, and what a Trainer is told: what the tests here share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """What every rank runs against the real lightning.pytorch. Started once: Lightning starts the other rank. Takes a
 folder."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from contextlib import nullcontext

@@ -1,8 +1,6 @@
 """Lightning as it is installed: on two processes that lightning.pytorch starts by itself, one launch for all, as
 imports take longest; and on one, here, with the standalone pytorch_lightning."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from enum import Enum

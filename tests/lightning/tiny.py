@@ -1,7 +1,5 @@
 """A tiny module, a task that it learns in a few steps, and a quiet Trainer, for either of Lightning's packages."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 """Every optimizer of the registry at every stage of its, built alike, with so short a schedule that a few steps are of
 every kind, and the behaviours that are tried on each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Every behaviour of every optimizer of the registry, at every stage of its."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

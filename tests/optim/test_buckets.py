@@ -2,8 +2,6 @@
 compiled kernels make the steps of their specification, but for the last bit of a block's scale, a sum that each adds up
 in its own order."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,8 +1,6 @@
 """LAMB and Lion against their formulas in float64, Muon against torch's own Muon and AdamW, each on its own part; and
 sharded: every stage has the same bits, every parameter one owner, and what one job saved another takes up."""
 
-from __future__ import annotations
-
 import copy
 import math
 

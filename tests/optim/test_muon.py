@@ -1,7 +1,5 @@
 """OneBitMuon against Muon in float64 on its owners, and what must hold of ranks, residuals, codecs and marks."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

@@ -1,7 +1,5 @@
 """What threads run, shorter, on real processes: 1 and 3 over Gloo by torchrun, 1 and 2 over Open MPI by mpirun."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.launch

@@ -1,7 +1,5 @@
 """Every optimizer gives the bits that were recorded from an earlier commit: weights, losses and bytes sent."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What single 1-bit optimizers refuse when they are built, on every rank; behaviours/refusals.py is of all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The registry says what the classes say: nobody else keeps a list of what optimizers take. And what every optimizer in
 it says of bytes."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

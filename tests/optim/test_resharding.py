@@ -1,7 +1,5 @@
 """What one job saved is taken up by a job of another number of ranks, of other buckets or at another stage."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """The warmup: its exact steps are Adam's in float64, with bias correction and without, as are frozen ones after it. It
 ends at a fixed step, or once the variance has settled and the learning rate no longer rises."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """A small model, data that differ by rank, and a training loop: what the optimizer's tests share."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable
 from typing import Any

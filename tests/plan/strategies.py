@@ -1,7 +1,5 @@
 """Random clusters, workloads and methods, and the everyday ones that tests change one thing of."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from thinwire.plan import Cluster, Link, Method, Processor, Schedule, Workload, methods_for, named_model, plain_model

@@ -1,7 +1,5 @@
 """Predicted bytes beside what the library sends and holds in a real run, on threads."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

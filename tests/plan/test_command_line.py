@@ -1,7 +1,5 @@
 """`thinwire plan` and `thinwire probe`: what they print, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

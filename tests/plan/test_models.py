@@ -1,8 +1,6 @@
 """Models by name and by configuration have the parameters of Hugging Face's classes; low rank is torch's; activations
 are the paper's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What any prediction has to obey, whatever the model, the cluster and the method; closed forms beside simulations."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys

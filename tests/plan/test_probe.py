@@ -1,8 +1,6 @@
 """A probe on a network whose every message takes a known time, by a clock that only messages move; the file between
 probe and plan; and scripts that `--measure` runs as they are."""
 
-from __future__ import annotations
-
 import json
 import math
 import socket

@@ -1,8 +1,6 @@
 """The model beside published step times of 1-bit Adam (Tang et al. 2021, arXiv 2102.02888), on the clusters that they
 were measured on. The errors that it has are told in docs/measurements/plan.md."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """What is recommended is the fastest that fits, and break-even rates are where one becomes faster than the other."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

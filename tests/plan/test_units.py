@@ -1,7 +1,5 @@
 """Numbers as people write them, and what is no number."""
 
-from __future__ import annotations
-
 import pytest
 
 from thinwire.plan import PlanError, units

@@ -1,7 +1,5 @@
 """Small models of residual layers that count their runs, and Hugging Face models small enough for a test."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Dropping on plain stacks: no cost, no bias, exact gradients, evaluation untouched, and undrop; and refusals."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

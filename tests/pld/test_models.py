@@ -1,7 +1,5 @@
 """torch's encoder and Hugging Face's pre-LN models, with masks; recomputation and compilation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch._dynamo.testing

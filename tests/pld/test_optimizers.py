@@ -1,8 +1,6 @@
 """Dropped layers under every optimizer: what their parameters do, ranks that stay alike to the bit, and buckets of
 nothing else that are not sent: fewer bytes, the same step, an error on every rank where that is unsafe."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """The schedule: the formula to the bit, the known methods, and errors for what cannot be a schedule. Draws: uniform,
 independent, and a function of seed, step, micro-step and layer alone. Fixed seeds: cannot flake."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

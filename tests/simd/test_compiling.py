@@ -1,7 +1,5 @@
 """Machine code on disk is used again by a process whose sources are those it was made of, and by no other."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Products held in registers, against numpy, for every layout of operands that kernels use."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

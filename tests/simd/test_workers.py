@@ -1,7 +1,5 @@
 """Threads that share the parts of a call; and how many cores they may use: control groups of containers, and masks."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

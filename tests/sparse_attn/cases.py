@@ -1,8 +1,6 @@
 """Layouts, inputs and a relative error that tests of sparse attention share; what every backend's kernels must do, for
 any shape, mask and dropout; and the specification of packed blocks, on dense matrices in plain torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from types import ModuleType

@@ -1,8 +1,6 @@
 """The kernels against the dense specification in float64, values and gradients, every layout, mask and dtype; the
 specification itself against torch's own attention; the registered operators, torch's checks of them, and the module."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

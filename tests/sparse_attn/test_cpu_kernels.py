@@ -1,8 +1,6 @@
 """The CPU kernels against the dense definition in float64: every block size, odd shapes, masks, dropout, memory; and
 their exponential, as exact as float32 allows."""
 
-from __future__ import annotations
-
 import math
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor

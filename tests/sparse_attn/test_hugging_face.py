@@ -1,7 +1,5 @@
 """Sparse attention inside Hugging Face models: the same numbers where every block is there, and honest refusals."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,8 +1,6 @@
 """Models of Hugging Face's with sparse attention, padded to whole blocks; pickled and saved, and loaded again, here and
 in a new process."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

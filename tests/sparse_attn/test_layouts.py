@@ -1,7 +1,5 @@
 """Layouts: what each attends, what it must never attend, and what its parameters must be."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

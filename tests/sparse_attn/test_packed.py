@@ -1,8 +1,6 @@
 """Products and softmaxes of packed blocks: every mode against its definition, gradients of first and second order, the
 packed order, what is empty, what is not finite, and refusals."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The Triton kernels: in Triton's interpreter against the dense definition, and compiled for GPUs that are not here."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

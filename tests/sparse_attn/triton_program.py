@@ -3,8 +3,6 @@
 Prints of every group of checks that is named that it held, or a traceback and that it failed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

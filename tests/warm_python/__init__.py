@@ -4,8 +4,6 @@ Tests start hundreds of ranks, and each would spend 2 to 5 s of processor time o
 starts when the tests first ask for its Python, and ends with them.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import socket

@@ -1,7 +1,5 @@
 """Importing this loads the compiled kernels: it trains each optimizer of the registry on two ranks."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -5,8 +5,6 @@ It lives until its standard input ends, which is when the tests that own it do. 
 it leaves this program by its top, to run the command and to end as any Python does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

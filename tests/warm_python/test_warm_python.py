@@ -1,7 +1,5 @@
 """A program that starts warm is, to whoever started it, the program."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What the ranks of one job saved, joined in memory: a checkpoint for tests, without files."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -1,8 +1,6 @@
 """How gradients add up over backwards, travel and are averaged, on gradients that are known beforehand; and the seal
 that tells an edit of a gradient from a write of the values that are there already."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Buckets and shards: every parameter in exactly one place, every element with exactly one owner."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What is done to `.grad` beside the optimizer takes effect as in torch, or is an error: nothing passes unseen."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from typing import Any

@@ -1,8 +1,6 @@
 """ShardedOptimizer through a codec: against the algorithm written out for all ranks at once, at every stage; and what
 must hold of residuals and replicas when steps are skipped, resumed, accumulated or resharded."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,8 +1,6 @@
 """ZeRO stages 0 to 2 against one process that sees all ranks' data: the same weights, whatever the stage, the number of
 ranks, the optimizer class and the buckets."""
 
-from __future__ import annotations
-
 import copy
 import math
 

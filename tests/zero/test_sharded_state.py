@@ -1,8 +1,6 @@
 """What ZeRO stages save: any stage and number of ranks takes it up, and the same ones go on bit for bit; what is sent
 while a model computes; and when ranks are compared."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,8 +1,6 @@
 """One thread at a time calls an optimizer, a call that is cut short is not gone on from, and a fork leaves all to its
 parent."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Somebody's optimizers, sharded and in one process that sees all ranks' data."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

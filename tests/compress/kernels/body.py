@@ -3,8 +3,6 @@
 A test class names its subjects by overriding the `subject` fixture.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ from the backend's own kernels for single tensors, which add up a block's magnit
 A test class names its subject by overriding the `subject` fixture.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A kernel backend that runs csrc/ on the CPU: the same sources and launch geometry as on a GPU, compiled by g++."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import secrets

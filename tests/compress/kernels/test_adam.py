@@ -1,8 +1,6 @@
 """Adam's step over lists of tensors: the specification against float64 and torch's AdamW, the backends against the
 specification, and what is refused."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 from dataclasses import replace

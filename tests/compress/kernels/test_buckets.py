@@ -1,7 +1,5 @@
 """Kernels over a whole bucket: those that are compiled against the specification, and what all refuse."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

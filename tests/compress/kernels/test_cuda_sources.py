@@ -1,7 +1,5 @@
 """csrc/ compiles for every GPU generation that is promised, on machines that have no GPU."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """What the CUDA backend tells NVRTC and the driver, with both replaced by fakes that check it and run the kernels on
 the emulated GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import sys

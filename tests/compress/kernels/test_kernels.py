@@ -1,7 +1,5 @@
 """Every kernel backend that runs without a GPU, csrc/ on an emulated one among them, and what calls refuse."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

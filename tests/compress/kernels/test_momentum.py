@@ -1,8 +1,6 @@
 """Momentum kept as sign1 packets, its specification against exact arithmetic, and rounding to 16 bits, at random with
 the bits of the reference and to the nearest as torch does. `bucket_body` holds the backends against it."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import math

@@ -3,8 +3,6 @@
 Written after the layout, with classes that are only called like DeepSpeed's: none of its code is here or is needed.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 import sys

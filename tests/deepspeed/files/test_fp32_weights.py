@@ -1,7 +1,5 @@
 """The calls of DeepSpeed's zero_to_fp32, over thinwire's own checkpoints, and the files that it writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

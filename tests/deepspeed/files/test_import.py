@@ -1,8 +1,6 @@
 """DeepSpeed's checkpoints become thinwire's: the same bits, on any number of ranks, and training goes on as it would
 have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What cannot be imported is refused by name: files that are missing, of another save, damaged, or that would run code
 if they were opened as pickles are."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

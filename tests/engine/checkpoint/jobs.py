@@ -1,7 +1,5 @@
 """Jobs with something to save: random values of a model, cut and dealt to ranks at random."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from dataclasses import dataclass, field

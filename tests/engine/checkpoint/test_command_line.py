@@ -1,7 +1,5 @@
 """`thinwire checkpoint`: what it prints and how it exits."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

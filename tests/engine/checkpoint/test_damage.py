@@ -1,8 +1,6 @@
 """A damaged checkpoint is never used: refused by name, and the one before it is loaded; nor is what is no file, or a
 pickle."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,8 +1,6 @@
 """What a full disk, a loss of power and kill -9 must not take: every name stands for content that the disk has, in the
 order that names it; training goes on, and one warning says what failed."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

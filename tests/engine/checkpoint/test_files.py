@@ -1,8 +1,6 @@
 """What was saved is what is read, bit for bit, however it was cut and by however many ranks; exported weights are those
 of the model, for Hugging Face, for safetensors and for plain torch."""
 
-from __future__ import annotations
-
 import json
 import random
 import tempfile

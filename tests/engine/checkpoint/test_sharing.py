@@ -1,8 +1,6 @@
 """Several jobs on one folder, loads beside saves, and entries that cannot be removed: each save succeeds and removes
 nothing but its own and what the dead have left; what is read is what was verified, of one save."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """What a store keeps, replaces, removes and refuses, and that all its ranks agree on it."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from dataclasses import replace

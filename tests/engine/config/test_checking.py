@@ -1,7 +1,5 @@
 """`thinwire config check`: what it says of a file, and how it exits."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """What no file holds: other kinds of text, deep nesting, huge numbers, values of another kind; told by key, and
 briefly."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

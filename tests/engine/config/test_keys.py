@@ -1,7 +1,5 @@
 """No key slips through: misspelt ones at any depth, ones that DeepSpeed has and thinwire has not, and "auto"."""
 
-from __future__ import annotations
-
 import copy
 import string
 from typing import Any

@@ -1,7 +1,5 @@
 """The optimizer and scheduler sections: every class that can be named, its parameters, and why others are refused."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from typing import Any

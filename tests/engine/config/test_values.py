@@ -1,7 +1,5 @@
 """Defaults, types and ranges, options that exclude each other, and batch sizes, of which any two give the third."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,8 +1,6 @@
 """Algorithm 1 of 1-bit Adam in float64, all workers in one process: what every backend is compared with.
 Written for reading, not for speed; scales are rounded to fp32, as the wire states."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,8 +1,6 @@
 """1-bit Adam is AdamW until the freeze, the paper's algorithm after it, and bit for bit the same on every rank; sharded
 it has the same losses, replicas that stay equal, and residuals that steps which are not taken leave alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 """Parameters of every size and dtype, their groups, which may begin and stop to train, and those that a backward does
 not reach, on every rank or on some, foreseen or not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What cannot work is refused when an optimizer is built, on every rank, whichever ranks have asked for it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One step after the other: what leaves when, which steps are skipped, and what a step costs."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the loss is multiplied by, and what gradients are clipped to."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

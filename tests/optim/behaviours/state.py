@@ -1,7 +1,5 @@
 """What an optimizer holds: saved and resumed, written by somebody, shown, forgotten, never copied."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

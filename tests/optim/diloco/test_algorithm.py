@@ -1,8 +1,6 @@
 """DiLoCo against its published algorithms in float64 and its inner optimizer; how a model is cut, when its fragments
 leave, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -3,8 +3,6 @@
 Processes that are killed are in tests/chaos/elastic.py.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """An elastic job that is saved, ends, and is taken up again by as many workers, by fewer, or by more."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

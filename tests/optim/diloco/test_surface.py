@@ -1,8 +1,6 @@
 """What a training script meets: clipping, scalers, evaluation, 16 bits, nodes, skipped steps, bytes, memory, and a run
 that is taken up again, on as many ranks or others, also while a fragment is under way."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -2,8 +2,6 @@
 DiLoCo's Algorithm 2 in float64; what holds on every backend, for threads and for real ranks; and elastic workers, as
 threads that meet at a store of their process."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence

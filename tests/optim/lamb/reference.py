@@ -1,7 +1,5 @@
 """1-bit LAMB in float64, all workers in one process: what OneBitLamb is compared with. Written for reading."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.optim.adam.reference import ReferenceExchange

@@ -1,8 +1,6 @@
 """1-bit LAMB is LAMB until the freeze, the paper's algorithm after it, and bit for bit the same on every rank; sharded,
 it is that of stage 0 but for two roundings at the freeze, however layers are cut, in fewer bytes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The runs whose bits are recorded: optimizer, stage, dtype, ranks, options, and what happens on the way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -8,8 +8,6 @@ python -m tests.optim.recorded.record                     write bits.json anew, 
 same commit and machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """0/1 Adam in float64, all workers in one process: what the optimizer is compared with. Written for reading."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import thinwire

@@ -1,7 +1,5 @@
 """0/1 Adam on sharded state against stage 0: the same bits in fp32, the same weights after a sync, less memory."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import warnings

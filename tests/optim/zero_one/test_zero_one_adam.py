@@ -1,8 +1,6 @@
 """0/1 Adam is the paper's algorithm, sends nothing on local steps, and is bit for bit the same on every rank after a
 sync."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np
