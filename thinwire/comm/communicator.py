@@ -43,6 +43,9 @@ _COMPLETED = Work()
 
 _LIVING: WeakSet[Communicator] = WeakSet()
 
+Start = Callable[[Call], Pending]
+StartMove = Callable[[Call, Tensor, Tensor], Pending]  # output and input
+
 _LONGEST = (1 << 32) - 1
 _PURPOSE = 96
 """Bytes of what a control message is for that ranks tell each other where they differ in it."""
@@ -252,13 +255,7 @@ class Communicator(ABC):
         return everyone.cpu()
 
     def _move(
-        self,
-        name: str,
-        start: Callable[[Call, Tensor, Tensor], Pending],
-        output: Tensor,
-        input: Tensor,
-        async_op: bool,
-        detail: str = "",
+        self, name: str, start: StartMove, output: Tensor, input: Tensor, async_op: bool, detail: str = ""
     ) -> Work:
         """Issue a collective that only moves bytes, so that any dtype travels on any backend."""
         if self.size == 1:
@@ -291,13 +288,7 @@ class Communicator(ABC):
         return _COMPLETED
 
     def _issue(
-        self,
-        name: str,
-        signature: str,
-        nbytes: int,
-        start: Callable[[Call], Pending],
-        async_op: bool,
-        arrived: torch.Event | None = None,
+        self, name: str, signature: str, nbytes: int, start: Start, async_op: bool, arrived: torch.Event | None = None
     ) -> Work:
         """Start a collective; one whose tensors are staged when they have ``arrived``, and before any later one."""
         self._raise_earlier_failure()

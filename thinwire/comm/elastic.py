@@ -14,7 +14,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from thinwire.comm.collectives import check_timeout
 from thinwire.comm.errors import CommunicationError
-from thinwire.comm.torch_backend import serve_store, within
+from thinwire.comm.torch_backend import in_background, serve_store
 
 MEETING_PLACE = "THINWIRE_MEETING"
 """The environment variable that says where workers meet."""
@@ -165,16 +165,10 @@ class LimitedStore:
 
     def _ask(self, question: Callable[[], Result]) -> Result:
         try:
-            answer = within(self._seconds, lambda: (question(),))
-        except RuntimeError as error:
-            raise MembershipError(f"{self._lost}: {error}") from error
-        if answer is None:
-            raise MembershipError(f"{self._lost} for {self._seconds:g} s")
-        return answer[0]
-
-    @property
-    def _lost(self) -> str:
-        return (
-            f"the meeting place {self._address} does not answer, and without it no worker can tell who is in the job. "
-            "This worker ends; start the job again, from a checkpoint where there is one"
-        )
+            return in_background(question).result(self._seconds)
+        except (TimeoutError, RuntimeError) as error:
+            why = f" for {self._seconds:g} s" if isinstance(error, TimeoutError) else f": {error}"
+            raise MembershipError(
+                f"the meeting place {self._address} does not answer, and without it no worker can tell who is in the "
+                f"job. This worker ends; start the job again, from a checkpoint where there is one{why}"
+            ) from error

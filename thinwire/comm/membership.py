@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -22,7 +23,7 @@ from thinwire.comm.communicator import Communicator
 from thinwire.comm.elastic import Elastic, LimitedStore, MembershipError
 from thinwire.comm.errors import CommunicationError
 from thinwire.comm.relay import Relay, WorkerGroup
-from thinwire.comm.torch_backend import GenerationCommunicator, connect
+from thinwire.comm.torch_backend import GenerationCommunicator, connect, in_background
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -345,25 +346,17 @@ class Membership:
         limit = self.settings.timeout
         if len(members) == 1:
             return threads.single(limit)
-        made: list[GenerationCommunicator] = []
-        failed: list[RuntimeError] = []
-
-        def work() -> None:
-            try:
-                path, rank = f"{generation.number}/{purpose}", members.index(generation.index)
-                wiring = connect(self._another_store(), path, rank, len(members), limit)
-                made.append(GenerationCommunicator(wiring, limit, lambda: self.heart.disturbed))
-            except RuntimeError as error:
-                failed.append(error)
-
+        path, rank = f"{generation.number}/{purpose}", members.index(generation.index)
         # Gloo connects for as long as its timeout is, and learns of no death meanwhile.
-        thread = threading.Thread(target=work, name="thinwire-connect", daemon=True)
-        thread.start()
-        while thread.is_alive() and not self.heart.disturbed:
-            thread.join(_POLL_SECONDS)
-        if made:
-            return made[0]
-        raise CommunicationError(f"the workers did not connect: {failed[0] if failed else self.heart.disturbed}")
+        wiring = in_background(lambda: connect(self._another_store(), path, rank, len(members), limit))
+        while not wiring.done() and not (disturbed := self.heart.disturbed):
+            wait([wiring], _POLL_SECONDS)
+        try:
+            if wiring.done():
+                return GenerationCommunicator(wiring.result(), limit, lambda: self.heart.disturbed)
+        except RuntimeError as error:
+            disturbed = str(error)
+        raise CommunicationError(f"the workers did not connect: {disturbed}")
 
     @_asked
     def finish(self) -> bool:

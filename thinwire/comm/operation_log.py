@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm.collectives import Finishing, Pending, Work
-from thinwire.comm.communicator import Communicator
+from thinwire.comm.communicator import Communicator, Start
 from thinwire.comm.errors import Call
 from thinwire.comm.traffic import sent_bytes
 
@@ -246,13 +246,7 @@ class LoggedCommunicator(Communicator):
 
     @override
     def _issue(
-        self,
-        name: str,
-        signature: str,
-        nbytes: int,
-        start: Callable[[Call], Pending],
-        async_op: bool,
-        arrived: torch.Event | None = None,
+        self, name: str, signature: str, nbytes: int, start: Start, async_op: bool, arrived: torch.Event | None = None
     ) -> Work:
         end = self.log.begin(name, nbytes, self)
         if end is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 
@@ -32,7 +33,7 @@ class Pairwise:
         self._group = group
         self._tags = _TAGS[instance % 64 :: 64]
         self._started = 0
-        self._waiting: SimpleQueue[_Turn | None] = SimpleQueue()
+        self._waiting: SimpleQueue[tuple[_Turn, Callable[[], None]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def close(self) -> None:
@@ -45,9 +46,9 @@ class Pairwise:
         """Start `all_to_all` or `all_gather` below, of flat tensors; the larger one has as many equal chunks as there
         are ranks."""
         tag = self._tags[self._started % len(self._tags)]
-        turn = _Turn(partial(collective, self._group, output, input, tag))
+        turn = _Turn()
         self._started += 1
-        self._waiting.put(turn)
+        self._waiting.put((turn, partial(collective, self._group, output, input, tag)))
         if self._thread is None:
             # A daemon, as a process that gives up on its peers must be able to end.
             self._thread = threading.Thread(
@@ -57,34 +58,16 @@ class Pairwise:
         return turn
 
 
-class _Turn:
-    """One collective: a ``Pending`` for who waits, something to run for the thread."""
-
-    def __init__(self, collective: Callable[[], None]) -> None:
-        self._collective = collective
-        self._over = threading.Event()
-        self._error: Exception | None = None
-
-    def done(self) -> bool:
-        """Whether it is over, well or badly."""
-        return self._over.is_set()
+class _Turn(Future[None]):
+    """One collective: a ``Pending`` for who waits."""
 
     def wait(self, seconds: float) -> bool:
         """Block for at most ``seconds``; False if it is still running. Raises what Gloo raised."""
-        if not self._over.wait(seconds):
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def run(self) -> None:
-        """All of it, on the thread."""
         try:
-            self._collective()
-        except Exception as error:
-            self._error = error
-        finally:
-            self._over.set()
+            self.result(seconds)
+        except TimeoutError:
+            return False
+        return True
 
 
 def all_to_all(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int) -> None:
@@ -117,7 +100,13 @@ def all_gather(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int
         work.wait()
 
 
-def _run_turns(waiting: SimpleQueue[_Turn | None]) -> None:
-    while (turn := waiting.get()) is not None:
-        turn.run()
-        del turn  # its tensors and its group are the caller's to free
+def _run_turns(waiting: SimpleQueue[tuple[_Turn, Callable[[], None]] | None]) -> None:
+    while (next_one := waiting.get()) is not None:
+        turn, collective = next_one
+        try:
+            collective()
+        except Exception as error:
+            turn.set_exception(error)
+        else:
+            turn.set_result(None)
+        del next_one, turn, collective  # its tensors and its group are the caller's to free

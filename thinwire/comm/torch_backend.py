@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -35,23 +36,26 @@ _POLL_SECONDS = 0.05
 _STORE_SECONDS = 1.0
 
 
-def within(seconds: float, ask: Callable[[], Result]) -> Result | None:
-    """``ask()``, or None if it takes longer than ``seconds``; its exception if it raises one."""
-    answer: list[Result] = []
-    error: list[BaseException] = []
+def in_background(ask: Callable[[], Result]) -> Future[Result]:
+    """Call it on a daemon thread: a process that gives up on its peers must be able to end."""
+    answer: Future[Result] = Future()
 
     def work() -> None:
         try:
-            answer.append(ask())
-        except Exception as raised:
-            error.append(raised)
+            answer.set_result(ask())
+        except Exception as error:
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if error:
-        raise error[0]
-    return answer[0] if answer else None
+    threading.Thread(target=work, daemon=True).start()
+    return answer
+
+
+def within(seconds: float, ask: Callable[[], Result]) -> Result | None:
+    """``ask()``, or None if it takes longer than ``seconds``; its exception if it raises one."""
+    try:
+        return in_background(ask).result(seconds)
+    except TimeoutError:
+        return None
 
 
 # torch 2.13 renamed all_gather_into_tensor and warns at the old name.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from thinwire.plan.units import PlanError, require_seconds, require_whole
@@ -46,8 +46,8 @@ class Blocks:
     sequence: int
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "sequence"):
-            require_whole(name, getattr(self, name))
+        for field in fields(self):
+            require_whole(field.name, getattr(self, field.name))
 
 
 @dataclass(frozen=True)
@@ -89,18 +89,11 @@ def plain_model(parameters: int, hidden: int | None = None) -> Transformer:
 
 
 @dataclass(frozen=True)
-class Activations:
-    """What backward needs from forward, of a transformer that recomputes nothing (Korthikanti et al. 2022, eq. 1)."""
+class Activations(Blocks):
+    """What backward needs from forward of these blocks, where nothing is recomputed, in `micro_batch` sequences
+    (Korthikanti et al. 2022, eq. 1)."""
 
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
     micro_batch: int
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "sequence", "micro_batch"):
-            require_whole(name, getattr(self, name))
 
     def nbytes(self, dtype: ParameterDtype) -> float:
         """Bytes a rank: s·b·h·L·(34 + 5·a·s/h) in 16 bits, twice that in fp32 but for the masks of dropout."""

@@ -112,6 +112,11 @@ def call(builder: Any, name: str, *values: Any) -> Any:
     return builder.call(function, values)
 
 
+def select_by_bits(builder: Any, bits: Any, where_set: Any, where_clear: Any) -> Any:
+    """Lane k of the first vector where bit k is set, of the second elsewhere."""
+    return builder.select(builder.bitcast(bits, ir.VectorType(ir.IntType(1), LANES)), where_set, where_clear)
+
+
 def fused_multiply_add(builder: Any, left: Any, right: Any, added: Any) -> Any:
     """left * right + added, rounded once: one instruction on processors of the last ten years."""
     return call(builder, "llvm.fma", left, right, added)

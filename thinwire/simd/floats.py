@@ -20,6 +20,7 @@ from thinwire.simd.building import (
     fused_multiply_add,
     loader,
     operation,
+    select_by_bits,
     splat,
     storer,
     vector_type,
@@ -29,7 +30,6 @@ _FLOAT = ir.FloatType()
 _FLOATS = ir.VectorType(_FLOAT, LANES)
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
 _INTS = ir.VectorType(ir.IntType(32), LANES)
-_BITS = ir.VectorType(ir.IntType(1), LANES)
 _PAIRS = ir.VectorType(ir.IntType(16), LANES // 2)
 _HALF_BYTES = ir.VectorType(ir.IntType(8), LANES // 2)
 _WORD = ir.IntType(64)
@@ -69,10 +69,6 @@ def _nonnegative(builder: Any, value: Any) -> Any:
     return builder.bitcast(builder.fcmp_ordered(">=", value, zero), ir.IntType(16))
 
 
-def _not_a_number(builder: Any, value: Any) -> Any:
-    return builder.bitcast(builder.fcmp_unordered("uno", value, value), ir.IntType(16))
-
-
 def _compare(relation: str) -> Any:
     return operation(
         lambda builder, left, right: builder.bitcast(builder.fcmp_ordered(relation, left, right), ir.IntType(16)),
@@ -80,18 +76,6 @@ def _compare(relation: str) -> Any:
         vector,
         vector,
     )
-
-
-def _larger(builder: Any, left: Any, right: Any) -> Any:
-    return builder.select(builder.fcmp_ordered(">", left, right), left, right)
-
-
-def _multiply_add(builder: Any, left: Any, right: Any, added: Any) -> Any:
-    return fused_multiply_add(builder, left, right, added)
-
-
-def _select(builder: Any, bits: Any, where_set: Any, where_clear: Any) -> Any:
-    return builder.select(builder.bitcast(bits, _BITS), where_set, where_clear)
 
 
 def _from_nibbles(builder: Any, packed: Any) -> Any:
@@ -130,7 +114,11 @@ maximum = _binary(_maximum)
 # Bit k is set where lane k is >= 0: -0.0 counts, NaN does not.
 nonnegative = operation(_nonnegative, types.uint16, vector)
 # Bit k is set where lane k is NaN.
-not_a_number = operation(_not_a_number, types.uint16, vector)
+not_a_number = operation(
+    lambda builder, value: builder.bitcast(builder.fcmp_unordered("uno", value, value), ir.IntType(16)),
+    types.uint16,
+    vector,
+)
 # Rounded to the nearest, as IEEE 754 says.
 square_root = operation(lambda builder, value: call(builder, "llvm.sqrt", value), vector, vector)
 reduce_sum = operation(lambda builder, value: fold(builder, value, builder.fadd), types.float32, vector)
@@ -138,16 +126,16 @@ reduce_max = operation(
     lambda builder, value: fold(builder, value, functools.partial(_maximum, builder)), types.float32, vector
 )
 # left * right + added, rounded once.
-multiply_add = operation(_multiply_add, vector, vector, vector, vector)
+multiply_add = operation(fused_multiply_add, vector, vector, vector, vector)
 # The larger of two values; the second where the first is NaN.
-larger = _binary(_larger)
+larger = _binary(lambda builder, left, right: builder.select(builder.fcmp_ordered(">", left, right), left, right))
 # Bit k is set where lane k of the first is equal to, below, or at least that of the second; NaN is none of these.
 equal = _compare("==")
 below = _compare("<")
 at_least = _compare(">=")
 count_bits = operation(lambda builder, bits: builder.zext(builder.ctpop(bits), _WORD), types.int64, types.uint16)
 # Lane k of the first vector where bit k is set, of the second elsewhere.
-select = operation(_select, vector, types.uint16, vector, vector)
+select = operation(select_by_bits, vector, types.uint16, vector, vector)
 # A value that is not NaN, brought into [bottom, top].
 clamp = operation(_clamp, vector, vector, vector, vector)
 

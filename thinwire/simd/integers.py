@@ -10,27 +10,17 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from thinwire.simd import floats
-from thinwire.simd.building import (
-    LANES,
-    add_intrinsic,
-    loader,
-    operation,
-    pointer,
-    splat,
-    storer,
-    vector_type,
-)
+from thinwire.simd import building, floats
+from thinwire.simd.building import LANES, add_intrinsic, loader, operation, pointer, select_by_bits, splat, storer
 
 _INT = ir.IntType(32)
 _WORD = ir.IntType(64)
 _INTS = ir.VectorType(_INT, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
-_BITS = ir.VectorType(ir.IntType(1), LANES)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 
-vector = vector_type("uint32x16", _INTS)
+vector = building.vector_type("uint32x16", _INTS)
 
 # What a type checker sees of numba's values.
 Integers = Any
@@ -49,21 +39,13 @@ def _shift(build: Callable[..., Any]) -> Any:
     )
 
 
-def _lanes(builder: Any, first: Any) -> Any:
-    return builder.add(splat(builder, first), ir.Constant(_INTS, list(range(LANES))))
-
-
-def _below(builder: Any, left: Any, right: Any) -> Any:
-    return builder.bitcast(builder.icmp_unsigned("<", left, right), ir.IntType(16))
-
-
-def _select(builder: Any, bits: Any, where_set: Any, where_clear: Any) -> Any:
-    return builder.select(builder.bitcast(bits, _BITS), where_set, where_clear)
-
-
 broadcast = operation(splat, vector, types.uint32)
 # The value in the first lane, one more in each following one.
-lanes = operation(_lanes, vector, types.uint32)
+lanes = operation(
+    lambda builder, first: builder.add(splat(builder, first), ir.Constant(_INTS, list(range(LANES)))),
+    vector,
+    types.uint32,
+)
 add = _binary(lambda builder, left, right: builder.add(left, right))
 subtract = _binary(lambda builder, left, right: builder.sub(left, right))
 multiply = _binary(lambda builder, left, right: builder.mul(left, right))
@@ -73,9 +55,14 @@ bit_or = _binary(lambda builder, left, right: builder.or_(left, right))
 shift_left = _shift(lambda builder, value, distance: builder.shl(value, distance))
 shift_right = _shift(lambda builder, value, distance: builder.lshr(value, distance))
 # Bit k is set where lane k of the first is below that of the second.
-below = operation(_below, types.uint16, vector, vector)
+below = operation(
+    lambda builder, left, right: builder.bitcast(builder.icmp_unsigned("<", left, right), ir.IntType(16)),
+    types.uint16,
+    vector,
+    vector,
+)
 # Lane k of the first vector where bit k is set, of the second elsewhere.
-select = operation(_select, vector, types.uint16, vector, vector)
+select = operation(select_by_bits, vector, types.uint16, vector, vector)
 # The same bits as another type, and the same value.
 bits_of = operation(lambda builder, value: builder.bitcast(value, _INTS), vector, floats.vector)
 as_floats = operation(lambda builder, value: builder.bitcast(value, _FLOATS), floats.vector, vector)

@@ -14,13 +14,12 @@ from numba import types
 from numba.core import cgutils
 
 from thinwire.simd import floats, integers
-from thinwire.simd.building import LANES, add_intrinsic
+from thinwire.simd.building import LANES, add_intrinsic, splat
 
 _SHORT, _INT = ir.IntType(16), ir.IntType(32)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _INTS = ir.VectorType(_INT, LANES)
 _SHORTS = ir.VectorType(_SHORT, LANES)
-_BITS = ir.VectorType(ir.IntType(1), LANES)
 
 
 def _pointer(builder: Any, address: Any, memory: Any) -> Any:
@@ -29,10 +28,7 @@ def _pointer(builder: Any, address: Any, memory: Any) -> Any:
 
 def _mask(builder: Any, count: Any) -> Any:
     """The first `count` lanes."""
-    several = builder.trunc(count, _INT)
-    undefined = builder.insert_element(ir.Constant(_INTS, ir.Undefined), several, ir.Constant(_INT, 0))
-    counts = builder.shuffle_vector(undefined, undefined, ir.Constant(_INTS, None))
-    return builder.icmp_signed("<", ir.Constant(_INTS, list(range(LANES))), counts)
+    return builder.icmp_signed("<", ir.Constant(_INTS, list(range(LANES))), splat(builder, builder.trunc(count, _INT)))
 
 
 def _masked(builder: Any, operation: str, memory: Any, result: Any, *values: Any) -> Any:

@@ -39,7 +39,10 @@ _REPLICA = "replica"
 _INNER = "inner."
 
 
-class _Place(BaseModel):
+class SavedPlace(BaseModel):
+    """Where a worker was among the workers of the job that saved: number `place` of `workers`. `owned`: where what it
+    owned of each fragment began and ended; `claimed`: samples that the job had given out; `taken`: outer steps."""
+
     model_config = ConfigDict(strict=True, extra="forbid")
 
     place: Count
@@ -62,7 +65,7 @@ class LocalCounters(Counters):
     arriving: list[Annotated[list[str | Count], Field(min_length=3, max_length=3)]]
     lr: float
     momentum: float
-    elastic: _Place | None = None
+    elastic: SavedPlace | None = None
 
 
 @dataclass(frozen=True)
@@ -294,18 +297,6 @@ ELASTIC = "elastic"
 """The key of what only elastic workers count."""
 
 MakeCheckpoint = Callable[[Sequence[OuterState]], LocalCheckpoint]
-
-
-@dataclass(frozen=True)
-class SavedPlace:
-    """Where a worker was among the workers of the job that saved: number `place` of `workers`. `owned`: where what it
-    owned of each fragment began and ended; `claimed`: samples that the job had given out; `taken`: outer steps."""
-
-    place: int
-    workers: int
-    owned: list[list[int]]
-    claimed: int
-    taken: int
 
 
 def saved_states(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from thinwire.comm.relay import WorkerGroup
 from thinwire.comm.torch_backend import GenerationCommunicator
 from thinwire.compress.codecs import Codec
 from thinwire.compress.packet import PacketError
-from thinwire.optim.diloco.checkpoint import ELASTIC, Loaded, SavedPlace, load_worker, saved_states
+from thinwire.optim.diloco.checkpoint import ELASTIC, Loaded, load_worker, saved_states
 from thinwire.optim.diloco.elastic_meeting import Plan, Standing, hand_over
 from thinwire.optim.diloco.fragments import Fragment, Timetable
 from thinwire.optim.diloco.home import LocalHome
@@ -329,9 +329,8 @@ class ElasticHome(LocalHome):
     @override
     def counters(self) -> dict[str, Any]:
         owned = [[one.own.start, one.own.stop] for one in self._states()]
-        place = self._relay.ask(
-            lambda: asdict(SavedPlace(self.index, self.workers, owned, self.membership.claim(0), self._taken))
-        )
+        said = {"place": self.index, "workers": self.workers, "owned": owned, "taken": self._taken}
+        place = self._relay.ask(lambda: {**said, "claimed": self.membership.claim(0)})
         return {**super().counters(), ELASTIC: place}
 
     @override

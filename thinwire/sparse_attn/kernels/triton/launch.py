@@ -26,7 +26,7 @@ from thinwire.sparse_attn.kernels.triton.attention import (
     merge_kernel,
     queries_kernel,
 )
-from thinwire.sparse_attn.kernels.triton.plan import Config, Dropout, Walk, Work, kept_plan
+from thinwire.sparse_attn.kernels.triton.plan import Config, Dropout, Work, kept_plan
 from thinwire.sparse_attn.masks import Biases
 from thinwire.sparse_attn.reference import keep_threshold
 
@@ -165,7 +165,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, 
     parts = call.parts(work)
     part_lse = torch.empty(parts.shape[:3], device=q.device)
     forward_kernel[(len(work.items), call.batch)](
-        *map(_heads, (q, k, v, out)), lse, _walk(work), parts, part_lse, **call.scores()
+        *map(_heads, (q, k, v, out)), lse, work, parts, part_lse, **call.scores()
     )
     if len(work.merges):
         merge_kernel[(len(work.merges), call.batch)](
@@ -194,7 +194,7 @@ def backward(
     rows, _ = call.plans()
     parts = call.parts(rows)
     queries_kernel[(len(rows.items), call.batch)](
-        *inputs, _heads(d_q), d_bias, _walk(rows), parts, factor=pattern.scale, **call.scores()
+        *inputs, _heads(d_q), d_bias, rows, parts, factor=pattern.scale, **call.scores()
     )
     _add_parts(call, d_q, rows, parts)
 
@@ -202,7 +202,7 @@ def backward(
     _, columns = call.plans()
     k_parts, v_parts = call.parts(columns), call.parts(columns)
     keys_kernel[(len(columns.items), call.batch)](
-        *inputs, _heads(d_k), _heads(d_v), _walk(columns), k_parts, v_parts, factor=pattern.scale, **call.scores()
+        *inputs, _heads(d_k), _heads(d_v), columns, k_parts, v_parts, factor=pattern.scale, **call.scores()
     )
     _add_parts(call, d_k, columns, k_parts)
     _add_parts(call, d_v, columns, v_parts)
@@ -211,10 +211,6 @@ def backward(
 
 def _heads(tensor: Tensor) -> Heads:
     return Heads(tensor, *tensor.stride()[:3])
-
-
-def _walk(work: Work) -> Walk:
-    return Walk(work.items, work.entries, work.masks, work.slots)
 
 
 def _add_parts(call: _Call, target: Tensor, work: Work, parts: Tensor) -> None:

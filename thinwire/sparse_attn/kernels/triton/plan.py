@@ -4,7 +4,6 @@ named tuples, each of which becomes plain ones when Triton compiles."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +18,7 @@ ITEM = 6
 _LONGEST = 32  # tiles that one program takes
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What programs do that walk along rows of tiles (or columns), all int32 on the kernels' device.
 
     `items` [n, ITEM]: a row or, where it is long, a part of one with a slot of its own for what it adds up.
@@ -58,10 +56,9 @@ def plan(index: BlockIndex, heads: int, lengths: tuple[int, int], tile: int, *, 
     whole = (masks == (1 << joined * joined) - 1) & ~((column == columns - 1) & (lengths[1] % tile != 0))
     if causal:
         whole &= column < row
-    device = index.columns.device
     return (
-        _walk(head, row, column, masks, whole, index.num_heads, heads, rows, device),
-        _walk(head, column, row, masks, whole, index.num_heads, heads, columns, device),
+        _walk(index, heads, rows, head, row, column, masks, whole),
+        _walk(index, heads, columns, head, column, row, masks, whole),
     )
 
 
@@ -89,22 +86,14 @@ def _split(
 
 
 def _walk(
-    head: Tensor,
-    line: Tensor,
-    entry: Tensor,
-    masks: Tensor,
-    whole: Tensor,
-    index_heads: int,
-    heads: int,
-    lines: int,
-    device: torch.device,
+    index: BlockIndex, heads: int, lines: int, head: Tensor, line: Tensor, entry: Tensor, masks: Tensor, whole: Tensor
 ) -> Work:
     """Work along `lines`; tiles that need masks come first in each."""
-    width = int(entry.max()) + 1 if entry.numel() else 1
+    width, device = int(entry.max()) + 1 if entry.numel() else 1, index.columns.device
     of_line = head * lines + line
     order = torch.argsort((of_line * 2 + whole) * width + entry)
-    counts = torch.bincount(of_line, minlength=index_heads * lines)
-    masked = torch.bincount(of_line[~whole], minlength=index_heads * lines)
+    counts = torch.bincount(of_line, minlength=index.num_heads * lines)
+    masked = torch.bincount(of_line[~whole], minlength=index.num_heads * lines)
     ends = counts.cumsum(0)
     starts = ends - counts
     items: list[list[int]] = []
@@ -113,7 +102,7 @@ def _walk(
     described = torch.stack([starts, ends, starts + masked], 1).tolist()
     for one in range(heads):
         for number in range(lines):
-            start, end, unmasked = described[(one if index_heads > 1 else 0) * lines + number]
+            start, end, unmasked = described[(one if index.num_heads > 1 else 0) * lines + number]
             parts = max(1, -(-(end - start) // _LONGEST))
             if parts > 1:
                 merges.append([one, number, slots, parts])
@@ -145,15 +134,6 @@ class Dropout(NamedTuple):
     seed: Any
     threshold: Any
     kept: Any
-
-
-class Walk(NamedTuple):
-    """Along which tiles programs walk, as `plan.Work` describes: int32 [n, ITEM], [nnz] and [nnz], and a number."""
-
-    items: Any
-    entries: Any
-    masks: Any
-    slots: Any
 
 
 class Config(NamedTuple):
