@@ -235,13 +235,11 @@ def test_beside_an_exact_average_every_rank_hears_what_one_rank_says(
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_an_exact_average_can_be_adjusted_before_it_leaves(ranks: int) -> None:
-    def rank(comm: Communicator) -> Tensor:
-        exchange = make_exact_exchange(comm, 100, make_codec("none", BLOCK), bucket=0)
-        both_legs(exchange, torch.full((100,), comm.rank + 1.0), adjust=lambda average, place: average.mul_(2))
-        output = torch.empty_like(exchange.payload)
-        exchange.read(output)
-        return output[:100]
-
-    for output in threads.run(rank, ranks):
-        assert torch.equal(output, torch.full((100,), 1.0 + ranks))
+@on_threads("ranks")
+def test_an_exact_average_can_be_adjusted_before_it_leaves(comm: Communicator, ranks: int) -> None:
+    exchange = make_exact_exchange(comm, 100, make_codec("none", BLOCK), bucket=0)
+    both_legs(exchange, torch.full((100,), comm.rank + 1.0), adjust=lambda average, place: average.mul_(2))
+    output = torch.empty_like(exchange.payload)
+    exchange.read(output)
+    output = output[:100]
+    assert torch.equal(output, torch.full((100,), 1.0 + ranks))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import thinwire.deepspeed as deepspeed
+from tests.launching import on_threads
 from tests.refusing import refused
 from thinwire.comm import Communicator, threads
 from thinwire.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -92,20 +93,18 @@ def test_one_process_initialises_torch_distributed(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_without_torch_distributed_the_collectives_are_the_communicators() -> None:
-    def body(comm: Communicator) -> list[list[float]]:
-        mine = torch.tensor([comm.rank + 1.0, 4.0])
-        largest, mean, first = mine.clone(), mine.clone(), mine.clone()
-        deepspeed.comm.all_reduce(largest, op=deepspeed.comm.ReduceOp.MAX)
-        deepspeed.comm.all_reduce(mean, op=deepspeed.comm.ReduceOp.AVG)
-        deepspeed.comm.broadcast(first, src=0)
-        refused(ValueError, "init_distributed", deepspeed.comm.all_reduce, mine, op=deepspeed.comm.ReduceOp.PRODUCT)
-        gathered = torch.zeros(6)
-        deepspeed.comm.all_gather_into_tensor(gathered, mine)
-        return [largest.tolist(), mean.tolist(), first.tolist(), gathered.tolist()]
-
-    for found in threads.run(body, 3):
-        assert found == [[3, 4], [2, 4], [1, 4], [1, 4, 2, 4, 3, 4]]
+@on_threads(3)
+def test_without_torch_distributed_the_collectives_are_the_communicators(comm: Communicator) -> None:
+    mine = torch.tensor([comm.rank + 1.0, 4.0])
+    largest, mean, first = mine.clone(), mine.clone(), mine.clone()
+    deepspeed.comm.all_reduce(largest, op=deepspeed.comm.ReduceOp.MAX)
+    deepspeed.comm.all_reduce(mean, op=deepspeed.comm.ReduceOp.AVG)
+    deepspeed.comm.broadcast(first, src=0)
+    refused(ValueError, "init_distributed", deepspeed.comm.all_reduce, mine, op=deepspeed.comm.ReduceOp.PRODUCT)
+    gathered = torch.zeros(6)
+    deepspeed.comm.all_gather_into_tensor(gathered, mine)
+    found = [largest.tolist(), mean.tolist(), first.tolist(), gathered.tolist()]
+    assert found == [[3, 4], [2, 4], [1, 4], [1, 4, 2, 4, 3, 4]]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from experiments.common import loopback
 from experiments.common.errors import BAD_INPUT, InputError, on_every_rank
 from experiments.common.launching import launch
 from experiments.common.peak_memory import PeakMemory, measure_alone
-from experiments.common.results import check_writable, read_json, write_json
+from experiments.common.results import read_json, write_json
 from tests.launching import Jobs, on_threads, run
 from thinwire.comm import Communicator, Launch
 
@@ -82,15 +82,6 @@ def test_json_replaces_the_old_file_whole_and_knows_no_nan(tmp_path: Path) -> No
     with pytest.raises(TypeError):
         write_json(path, {"b": object()})
     assert read_json(path) == {"a": [1.5, None, [None, {"b": None}]], "0.5": "x"}
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(InputError, match=r"--output .*file.* cannot be written"):
-            check_writable(folder, "--output")
-    check_writable(tmp_path / "new" / "folder", "--output")
-    assert list((tmp_path / "new" / "folder").iterdir()) == []
 
 
 def peaks_of(megabytes: int) -> tuple[int, int]:

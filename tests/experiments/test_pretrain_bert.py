@@ -98,19 +98,6 @@ def test_a_corpus_that_is_too_short_is_refused_on_every_rank(tmp_path: Path) -> 
     assert not list((tmp_path / "results").iterdir())
 
 
-def test_unreadable_input_is_refused_before_ranks_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("experiments.common.launching._start_ranks", lambda *_: pytest.fail("ranks were started"))
-    binary = tmp_path / "binary"
-    binary.write_bytes(bytes(range(256)))
-    assert main(command_line(tmp_path, binary)) == BAD_INPUT
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith(f"{MODULE}: error: corpus file")
-    assert said.err.count("\n") == 1
-
-
 EXAMPLE = Path(__file__).parents[2] / "experiments" / "configs" / "bert_onebit_zero1.json"
 
 

@@ -14,17 +14,15 @@ from experiments.common.errors import InputError
 from experiments.tasks import next_character, tokenizer
 from experiments.tasks.attention_peers import flex_mask, gathered_attention
 from experiments.tasks.batches import MaskedBatches, pack
-from experiments.tasks.corpus import Corpus, load
+from experiments.tasks.corpus import load
 from experiments.tasks.masking import IGNORED, mask_tokens
 from experiments.tasks.models import build_pre_ln_bert
-from experiments.tasks.next_character import CharacterModelSize, NextCharacterTask, Text, share_text
-from experiments.tasks.passages import Passages, read_texts, share_passages
+from experiments.tasks.next_character import CharacterModelSize, NextCharacterTask
+from experiments.tasks.passages import Passages, share_passages
 from experiments.tasks.sizes import BertSize
 from experiments.tasks.tokenizer import CLS, MASK, SEP, SPECIAL_TOKENS, train_tokenizer
-from tests.experiments.helpers import write_text
-from tests.launching import on_threads
-from thinwire.comm import Communicator, threads
-from thinwire.sparse_attn import BigBird, Custom, Fixed, reference_attention
+from thinwire.comm import threads
+from thinwire.sparse_attn import BigBird, Fixed, reference_attention
 
 
 def write(folder: Path, name: str, content: bytes | str) -> Path:
@@ -39,21 +37,6 @@ def test_standard_library_is_the_default_and_splits_by_files() -> None:
     assert not set(corpus.training) & set(corpus.validation)
     share = len(corpus.validation) / (len(corpus.validation) + len(corpus.training))
     assert share == pytest.approx(0.05, abs=0.005)
-
-
-def test_many_files_are_held_out_whole(tmp_path: Path) -> None:
-    files = [write(tmp_path, f"{index:02}.txt", f"text number {index}") for index in range(45)]
-    corpus = load(files)
-    assert corpus.validation == ["text number 0", "text number 20", "text number 40"]
-    assert len(corpus.training) == 42
-
-
-def test_a_single_file_is_cut_between_words(tmp_path: Path) -> None:
-    text = " ".join(f"word{index}" for index in range(1000))
-    corpus = load([write(tmp_path, "one.txt", text)])
-    assert corpus.training[0] + corpus.validation[0] == text
-    assert corpus.validation[0].startswith(" word")
-    assert len(corpus.validation[0]) == pytest.approx(len(text) / 20, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -79,17 +62,6 @@ def test_text_survives_encoding_and_documents_are_joined_by_separators() -> None
     assert tokenizer.encode(trained, []).shape == (0,)
 
 
-def test_special_tokens_spelled_out_in_the_text_are_text() -> None:
-    text = "[SEP] [MASK] # #e ##e"
-    numbers = tokenizer.encode(train_tokenizer([*DOCUMENTS, text] * 2, 250), [text])
-    assert (numbers[:-1] >= len(SPECIAL_TOKENS)).all()
-
-
-def test_a_vocabulary_without_room_for_the_alphabet_is_refused() -> None:
-    with pytest.raises(InputError, match="--vocab-size 20 is too small"):
-        train_tokenizer(DOCUMENTS, 20)
-
-
 TEXTS = {"letters": "a b c d e f g h " * 40, "numbers": "1 2 3 4 5 6 7 8\n" * 60}
 
 
@@ -113,15 +85,6 @@ def test_texts_give_alike_many_passages_in_three_parts_on_every_rank() -> None:
     letters = {token for sample in parts[0] if sample["labels"] == 0 for token in sample["input_ids"][1:].tolist()}
     numbers = {token for sample in parts[0] if sample["labels"] == 1 for token in sample["input_ids"][1:].tolist()}
     assert len(letters & numbers) <= 1  # what closes a text
-
-
-def test_files_are_classes(tmp_path: Path) -> None:
-    files = [write_text(tmp_path / f"{name}.txt", 20) for name in ("one", "two")]
-    texts = read_texts(files)
-    assert list(texts) == ["one", "two"]
-    assert texts["one"] == files[0].read_text()
-    with pytest.raises(InputError, match="takes two text files or more, of different names"):
-        read_texts([files[0], files[0]])
 
 
 def test_packing_keeps_the_order_and_frames_each_sequence() -> None:
@@ -219,24 +182,6 @@ def test_frequent_characters_have_numbers_as_many_as_bytes_and_rare_ones_share_o
     assert (text.kinds, text.training.max()) == (256, 255)
 
 
-def test_every_rank_gets_the_text_of_rank_0() -> None:
-    def rank(comm: Communicator) -> Text:
-        return share_text(comm, lambda: Corpus(["to be", "or not"], ["that is the question"]), 4)
-
-    first, *others = threads.run(rank, 3)
-    assert len(first.training) == len("to be\nor not")
-    for other in others:
-        assert other.kinds == first.kinds
-        assert np.array_equal(other.training, first.training)
-        assert np.array_equal(other.validation, first.validation)
-
-
-@on_threads(2)
-def test_a_text_without_a_window_is_refused_on_every_rank(comm: Communicator) -> None:
-    with pytest.raises(InputError, match="its held-out text has 3 characters, and a window takes 4"):
-        share_text(comm, lambda: Corpus(["long enough"], ["abc"]), 4)
-
-
 def test_no_place_sees_what_comes_after_it(task: NextCharacterTask) -> None:
     model = task.build_model(3)
     inputs = torch.randint(0, task.kinds, (2, SIZE.length), generator=torch.Generator().manual_seed(1))
@@ -296,13 +241,6 @@ def test_gathered_attention_is_the_layouts(layout: BigBird | Fixed) -> None:
     torch.testing.assert_close(
         torch.autograd.grad(found, (q, k, v), d_out), torch.autograd.grad(expected, (q, k, v), d_out)
     )
-
-
-def test_gathered_attention_refuses_heads_that_differ() -> None:
-    mask = torch.eye(3, dtype=torch.bool).repeat(2, 1, 1)
-    mask[1, 0] = True
-    with pytest.raises(ValueError, match="got 2 different"):
-        gathered_attention(Custom(mask, 16).index(48))
 
 
 @pytest.mark.parametrize("layout", [BigBird(2, 16), BigBird(2, 16, different_layout_per_head=True), Fixed(2, 16)])

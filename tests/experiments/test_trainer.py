@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-import thinwire
 from experiments.common.errors import InputError
 from experiments.training import plotting
 from experiments.training.baseline import AveragedLamb
 from experiments.training.checkpoints import RunCheckpoints
 from experiments.training.findings import compare, headline
 from experiments.training.learners import EngineLearner, Learner, LoopLearner
-from experiments.training.optimizers import COMPRESSED, ENGINE, OPTIMIZERS, build, engine_section
+from experiments.training.optimizers import COMPRESSED, ENGINE, OPTIMIZERS, engine_section
 from experiments.training.plans import Plan
 from experiments.training.sweep import best_rate, sweep
 from experiments.training.trainer import Outcome, StepReport, Trainer
@@ -101,31 +100,6 @@ def test_diloco_is_validated_at_its_outer_weights_and_sends_at_outer_steps_only(
     assert torch.equal(first[-2], first[-1])
 
 
-def test_the_engine_follows_the_plans_rates() -> None:
-    def rates(comm: Communicator) -> list[float]:
-        task = LineTask()
-        learner = EngineLearner(task.build_model(0), PLAN, engine_config("adamw", 1), comm)
-        trainer = Trainer(task, PLAN, learner, comm)
-        seen = []
-        while not trainer.finished:
-            seen.append(learner.engine.get_lr()[0])
-            trainer.advance()
-        return seen
-
-    assert threads.run(rates, 1)[0] == pytest.approx([PLAN.rate_at(step) for step in range(PLAN.steps)])
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_is_built_as_the_plan_says(name: str) -> None:
-    groups = [{"params": [nn.Parameter(torch.ones(65, 3))], "weight_decay": 0.25}]
-    optimizer = build(name, groups, PLAN, threads.single(60.0))
-    assert optimizer.param_groups[0]["lr"] == PLAN.learning_rate
-    assert optimizer.param_groups[0]["weight_decay"] == 0.25
-    assert optimizer.bytes_sent == 0
-    if name in COMPRESSED:
-        assert type(optimizer) is getattr(thinwire, COMPRESSED[name].class_name)
-
-
 @pytest.mark.parametrize("name", ENGINE)
 def test_the_engine_takes_the_section_of_what_it_knows(name: str) -> None:
     section = engine_section(name, 0.5, 7, weight_decay=0.125)
@@ -160,25 +134,23 @@ def test_it_learns_what_ours_learns(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_lamb_is_the_warmup_of_1_bit_lamb(ranks: int) -> None:
-    def rank(comm: Communicator) -> list[list[nn.Parameter]]:
-        ends = []
-        for make in (AveragedLamb, lambda layers, comm, **options: OneBitLamb(layers, comm=comm, **options)):
-            random = torch.Generator().manual_seed(7)
-            layers = [nn.Parameter(torch.randn(size, generator=random)) for size in (5, 70)]
-            layers.append(nn.Parameter(torch.zeros(1)))  # a layer without a norm
-            optimizer = make(layers, comm, lr=0.02, weight_decay=0.1, max_coeff=3.0)
-            random.manual_seed(comm.rank)
-            for _ in range(40):
-                for layer in layers:
-                    layer.grad = torch.randn(layer.shape, generator=random)
-                optimizer.step()
-            ends.append(layers)
-        return ends
-
-    for plain, onebit in threads.run(rank, ranks):
-        for mine, warmup in zip(plain, onebit, strict=True):
-            torch.testing.assert_close(warmup, mine, rtol=1e-3, atol=1e-5)
+@on_threads("ranks")
+def test_lamb_is_the_warmup_of_1_bit_lamb(comm: Communicator, ranks: int) -> None:
+    ends = []
+    for make in (AveragedLamb, lambda layers, comm, **options: OneBitLamb(layers, comm=comm, **options)):
+        random = torch.Generator().manual_seed(7)
+        layers = [nn.Parameter(torch.randn(size, generator=random)) for size in (5, 70)]
+        layers.append(nn.Parameter(torch.zeros(1)))  # a layer without a norm
+        optimizer = make(layers, comm, lr=0.02, weight_decay=0.1, max_coeff=3.0)
+        random.manual_seed(comm.rank)
+        for _ in range(40):
+            for layer in layers:
+                layer.grad = torch.randn(layer.shape, generator=random)
+            optimizer.step()
+        ends.append(layers)
+    plain, onebit = ends
+    for mine, warmup in zip(plain, onebit, strict=True):
+        torch.testing.assert_close(warmup, mine, rtol=1e-3, atol=1e-5)
 
 
 SETTINGS = {"model": "line", "steps": PLAN.steps}

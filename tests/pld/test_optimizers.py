@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
+from tests.launching import on_threads
 from tests.pairwise import pairwise
 from tests.pld.models import WIDTH, Residual, Stack, batch, make_stack
 from thinwire.comm import Communicator, threads
@@ -95,29 +96,27 @@ def difference(waited: Tensor, left_out: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_dropped_layer_moves_only_once_one_bit_is_frozen(kind: str) -> None:
-    def body(comm: Communicator) -> list[bool]:
-        model = make_stack()
-        optimizer = build(kind, model, comm)
-        schedule = ProgressiveLayerDrop(0.3, 1.0)
-        handle = drop_layers(model, schedule, seed=12)
-        as_documented = []
-        for step in range(STEPS):
-            schedule.update_state(step)
-            before = [weights(layer) for layer in handle.layers]
-            optimizer.zero_grad()
-            model(batch(comm.rank, step)).square().mean().backward()
-            dropped = dropped_layers(handle)
-            optimizer.step()
-            frozen = getattr(optimizer, "frozen", False)
-            for gone, old, layer in zip(dropped, before, handle.layers, strict=True):
-                if gone and (not frozen or step >= FREEZE + 1):
-                    as_documented.append(torch.equal(old, weights(layer)) != frozen)
-        return as_documented
-
-    for seen in threads.run(body, 2):
-        assert len(seen) > 10
-        assert all(seen)
+@on_threads(2)
+def test_a_dropped_layer_moves_only_once_one_bit_is_frozen(comm: Communicator, kind: str) -> None:
+    model = make_stack()
+    optimizer = build(kind, model, comm)
+    schedule = ProgressiveLayerDrop(0.3, 1.0)
+    handle = drop_layers(model, schedule, seed=12)
+    as_documented = []
+    for step in range(STEPS):
+        schedule.update_state(step)
+        before = [weights(layer) for layer in handle.layers]
+        optimizer.zero_grad()
+        model(batch(comm.rank, step)).square().mean().backward()
+        dropped = dropped_layers(handle)
+        optimizer.step()
+        frozen = getattr(optimizer, "frozen", False)
+        for gone, old, layer in zip(dropped, before, handle.layers, strict=True):
+            if gone and (not frozen or step >= FREEZE + 1):
+                as_documented.append(torch.equal(old, weights(layer)) != frozen)
+    seen = as_documented
+    assert len(seen) > 10
+    assert all(seen)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,30 +149,28 @@ def test_momentum_decays_without_an_exchange_as_with_one(codec: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["OneBitAdam 0", "OneBitAdam 1"])
-def test_a_bucket_that_stays_keeps_its_direction_and_its_residuals(kind: str) -> None:
-    def body(comm: Communicator) -> tuple[int, list[Tensor]]:
-        model = make_stack()
-        optimizer = build(kind, model, comm)
-        for step in range(10):
-            model(batch(comm.rank, step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert optimizer.frozen
-        sent, moves, before = optimizer.bytes_sent, [], weights(model.layers[1])
-        for step in range(3):
-            loss = model.head(model.embed(batch(comm.rank, step))).square().mean()
-            optimizer.leave_out(model.layers.parameters())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            moves.append(weights(model.layers[1]) - before)
-            before = weights(model.layers[1])
-        return optimizer.bytes_sent - sent, moves
-
-    for _, moves in threads.run(body, 2):
-        assert float(moves[0].abs().max()) > 0
-        corrected = (1 - 0.9**11) / (1 - 0.9**12)
-        torch.testing.assert_close(moves[1], moves[0] * 0.9 * corrected, rtol=1e-2, atol=1e-6)
+@on_threads(2)
+def test_a_bucket_that_stays_keeps_its_direction_and_its_residuals(comm: Communicator, kind: str) -> None:
+    model = make_stack()
+    optimizer = build(kind, model, comm)
+    for step in range(10):
+        model(batch(comm.rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.frozen
+    sent, moves, before = optimizer.bytes_sent, [], weights(model.layers[1])
+    for step in range(3):
+        loss = model.head(model.embed(batch(comm.rank, step))).square().mean()
+        optimizer.leave_out(model.layers.parameters())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moves.append(weights(model.layers[1]) - before)
+        before = weights(model.layers[1])
+    _, moves = optimizer.bytes_sent - sent, moves
+    assert float(moves[0].abs().max()) > 0
+    corrected = (1 - 0.9**11) / (1 - 0.9**12)
+    torch.testing.assert_close(moves[1], moves[0] * 0.9 * corrected, rtol=1e-2, atol=1e-6)
 
 
 def differs(comm: Communicator, model: Stack, optimizer: Any) -> None:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.launching import on_threads
 from tests.refusing import refused
 from tests.zero.training import ADAMW, build
-from thinwire.comm import Communicator, threads
+from thinwire.comm import Communicator
 from thinwire.zero.bucket_layout import model_state_formula
 from thinwire.zero.memory import MemoryReport, live_tensor_bytes, process_tensor_bytes
 
@@ -204,26 +204,23 @@ def test_formulas(parameters: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_sharded_optimizers_hold_what_the_formula_says(stage: int, dtype: torch.dtype) -> None:
+@on_threads(3)
+def test_sharded_optimizers_hold_what_the_formula_says(comm: Communicator, stage: int, dtype: torch.dtype) -> None:
     """To 3%: buckets are padded, and a step number is kept for each parameter."""
-
-    def rank(comm: Communicator) -> MemoryReport:
-        model = nn.Sequential(nn.Linear(91, 170), nn.Tanh(), nn.Linear(170, 60))
-        optimizer = build(comm, model, stage, **ADAMW, param_dtype=dtype, block_size=16, bucket_bytes=8000)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.randn(3, 91, dtype=dtype)).float().sum().backward()
-            optimizer.end_backward()
-            optimizer.step()
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        formula = model_state_formula(stage, parameters, comm.size, element_bytes=dtype.itemsize)
-        return MemoryReport(live_tensor_bytes(model, optimizer), formula)
-
-    for report in threads.run(rank, 3):
-        assert report.measured == pytest.approx(report.expected, rel=0.03)
-        for category, expected in report.formula.items():
-            measured = sum(nbytes for (held, _), nbytes in report.held.items() if held == category)
-            assert measured == pytest.approx(expected, rel=0.03)
+    model = nn.Sequential(nn.Linear(91, 170), nn.Tanh(), nn.Linear(170, 60))
+    optimizer = build(comm, model, stage, **ADAMW, param_dtype=dtype, block_size=16, bucket_bytes=8000)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(3, 91, dtype=dtype)).float().sum().backward()
+        optimizer.end_backward()
+        optimizer.step()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    formula = model_state_formula(stage, parameters, comm.size, element_bytes=dtype.itemsize)
+    report = MemoryReport(live_tensor_bytes(model, optimizer), formula)
+    assert report.measured == pytest.approx(report.expected, rel=0.03)
+    for category, expected in report.formula.items():
+        measured = sum(nbytes for (held, _), nbytes in report.held.items() if held == category)
+        assert measured == pytest.approx(expected, rel=0.03)
 
 
 def test_the_table() -> None:
