@@ -64,7 +64,10 @@ def check_same_on_every_rank(
     mine = {
         "parameters": [[list(parameter.shape), str(parameter.dtype)] for parameter in parameters],
         "groups": hyperparameters,
-        "settings": {**settings, "requires_grad": [one for group in groups for one in _trained(group)]},
+        "settings": {
+            **settings,
+            "requires_grad": [one.requires_grad for group in groups for one in group.get("params", ())],
+        },
     }
     raw = comm.all_gather_bytes(json.dumps(mine).encode(), "compare parameters and settings")
     if all(other == raw[0] for other in raw):
@@ -75,10 +78,6 @@ def check_same_on_every_rank(
     raise ValueError(
         f"rank {rank} and rank 0 differ: {difference}. Every rank must have the same model and the same settings"
     )
-
-
-def _trained(group: Mapping[str, Any]) -> list[bool]:
-    return [parameter.requires_grad for parameter in group.get("params", ())]
 
 
 _NOT_COMPARED = ("params", "param_names")

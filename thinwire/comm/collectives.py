@@ -234,29 +234,24 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[_Staged] = deque()
+        self.waiting: deque[_Staged] = deque()
 
     def follow(self, arrived: torch.Event, begin: Callable[[], Pending]) -> Pending:
         """Begin after all others, once `arrived` has happened."""
         staged = _Staged(self, arrived, begin)
-        self._waiting.append(staged)
+        self.waiting.append(staged)
         self.begin_arrived()
         return staged
 
     def begin_arrived(self) -> None:
         """Begin those that can begin without a wait."""
-        while self._waiting and self._waiting[0].arrived.query():
-            self._waiting.popleft().begin()
+        while self.waiting and self.waiting[0].arrived.query():
+            self.waiting.popleft().begin()
 
     def begin_all(self) -> None:
         """Begin all, so that what is begun next comes after them on every rank."""
-        while self._waiting:
-            self._waiting.popleft().begin()
-
-    def begin_until(self, staged: _Staged) -> None:
-        """Begin this one, and those before it."""
-        while staged in self._waiting:
-            self._waiting.popleft().begin()
+        while self.waiting:
+            self.waiting.popleft().begin()
 
 
 class _Staged:
@@ -284,7 +279,8 @@ class _Staged:
 
     def wait(self, seconds: float) -> bool:
         """Begin it and those before it, and wait for at most so many seconds; False if it is still running."""
-        self._staging.begin_until(self)
+        while self in self._staging.waiting:
+            self._staging.waiting.popleft().begin()
         if self._error is not None:
             raise self._error
         assert self._pending is not None

@@ -90,26 +90,15 @@ class MPICommunicator(Communicator):
         chunk = input.nbytes // self.size
         if self._streams_would_meet(chunk):
             return self._start_rounds(call, output, list(input.chunk(self.size)))
-
-        def start(block: MPI.Datatype, count: int) -> MPI.Request:
-            return self._comm.Ialltoall([address(input), count, block], [address(output), count, block])
-
-        return self._start_blocks(chunk, start, output, input)
+        return self._start_blocks(chunk, self._comm.Ialltoall, input, output)
 
     def _start_all_gather(self, call: Call, output: Tensor, input: Tensor) -> Pending:
         if self._streams_would_meet(input.nbytes):
             return self._start_rounds(call, output, [input] * self.size)
-
-        def start(block: MPI.Datatype, count: int) -> MPI.Request:
-            return self._comm.Iallgather([address(input), count, block], [address(output), count, block])
-
-        return self._start_blocks(input.nbytes, start, output, input)
+        return self._start_blocks(input.nbytes, self._comm.Iallgather, input, output)
 
     def _start_broadcast(self, call: Call, tensor: Tensor, root: int) -> Pending:
-        def start(block: MPI.Datatype, count: int) -> MPI.Request:
-            return self._comm.Ibcast([address(tensor), count, block], root)
-
-        return self._start_blocks(tensor.nbytes, start, tensor, tensor)
+        return self._start_blocks(tensor.nbytes, partial(self._comm.Ibcast, root=root), tensor)
 
     def _start_all_reduce(self, call: Call, tensor: Tensor, op: ReduceOp) -> Pending:
         requests = []
@@ -122,20 +111,18 @@ class MPICommunicator(Communicator):
             requests.append(self._comm.Iallreduce(MPI.IN_PLACE, target, reduction))
         return self._track(requests, tensor)
 
-    def _start_blocks(
-        self, nbytes: int, start: Callable[[MPI.Datatype, int], MPI.Request], *tensors: Tensor
-    ) -> Pending:
-        """Start a transfer of blocks of ``nbytes`` bytes, given to ``start`` as a datatype and a count."""
+    def _start_blocks(self, nbytes: int, start: Callable[..., MPI.Request], *tensors: Tensor) -> Pending:
+        """Start a transfer of blocks of ``nbytes`` bytes of these tensors."""
         if nbytes == 0:
             return self._track([], *tensors)
         _await_streams(*tensors)
         if nbytes <= _LARGEST_COUNT:
-            return self._track([start(MPI.BYTE, nbytes)], *tensors)
+            return self._track([start(*([address(one), nbytes, MPI.BYTE] for one in tensors))], *tensors)
         pieces, rest = divmod(nbytes, _LARGEST_COUNT)  # more bytes than a count can hold
         piece = MPI.BYTE.Create_contiguous(_LARGEST_COUNT)
-        block = MPI.Datatype.Create_struct([pieces, rest], [0, pieces * _LARGEST_COUNT], [piece, MPI.BYTE])
+        block = MPI.Datatype.Create_struct([pieces, rest], [0, pieces * _LARGEST_COUNT], [piece, MPI.BYTE]).Commit()
         piece.Free()
-        request = start(block.Commit(), 1)
+        request = start(*([address(one), 1, block] for one in tensors))
         block.Free()
         return self._track([request], *tensors)
 

@@ -115,7 +115,7 @@ class Rounds:
         before = len(self._under_way)
         while self._to_begin and len(self._under_way) < self._most:
             self._under_way.append(self._to_begin[0].begin_one(self._comm))
-            if self._to_begin[0].all_begun:
+            if self._to_begin[0].begun == self._to_begin[0].total:
                 self._to_begin.popleft()
         return len(self._under_way) > before
 
@@ -128,30 +128,25 @@ class LargeExchange:
         self._received, self._sent = received, sent
         self._tag = tag
         self._pieces = -(-sent[0].nbytes // _PIECE)
-        self._total = self._pieces * (len(sent) - 1)
-        self._begun = self.ended = 0  # pieces
+        self.total = self._pieces * (len(sent) - 1)
+        self.begun = self.ended = 0  # pieces
 
     def test(self) -> bool:
         """Whether it is over. Raises ``MPI.Exception``."""
-        over = self.ended == self._total
+        over = self.ended == self.total
         if not over and self._rounds.error is not None:
             raise self._rounds.error
         return over
 
-    @property
-    def all_begun(self) -> bool:
-        """Whether nothing of it is left to begin."""
-        return self._begun == self._total
-
     def begin_one(self, comm: MPI.Intracomm) -> _Piece:
         """Begin the next piece."""
         rank, size = comm.Get_rank(), comm.Get_size()
-        turns, place = divmod(self._begun, self._pieces)
+        turns, place = divmod(self.begun, self._pieces)
         to, source = (rank + turns + 1) % size, (rank - turns - 1) % size
         first = place * _PIECE
         arriving = address(self._received[source][first : first + _PIECE])
         leaving = address(self._sent[to][first : first + _PIECE])
-        self._begun += 1
+        self.begun += 1
         arrival = comm.Irecv([arriving, MPI.BYTE], source, self._tag)
         return _Piece(self, [arrival, comm.Isend([leaving, MPI.BYTE], to, self._tag)])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -149,12 +150,6 @@ class _Group:
                 self.job.changed.notify_all()
             return meeting, full and not meeting.mismatch
 
-    def conclude(self, meeting: _Meeting) -> None:
-        """Let the ranks that wait for ``meeting`` go on, and forget its tensors."""
-        with self.job.changed:
-            meeting.done = True
-            self.job.changed.notify_all()
-
 
 class _Attendance:
     """One rank's stake in a meeting."""
@@ -221,10 +216,10 @@ class ThreadCommunicator(Communicator):
         return self._meet(call, output, input, _all_gather)
 
     def _start_broadcast(self, call: Call, tensor: Tensor, root: int) -> Pending:
-        return self._meet(call, tensor, tensor, lambda parts: _broadcast(parts, root))
+        return self._meet(call, tensor, tensor, partial(_broadcast, root=root))
 
     def _start_all_reduce(self, call: Call, tensor: Tensor, op: ReduceOp) -> Pending:
-        return self._meet(call, tensor, tensor, lambda parts: _all_reduce(parts, op))
+        return self._meet(call, tensor, tensor, partial(_all_reduce, op=op))
 
     def _subgroup(self, members: list[int], number: int, timeout: float) -> Communicator:
         group = self._group.child(number, tuple(self._group.members[rank] for rank in members))
@@ -248,7 +243,9 @@ class ThreadCommunicator(Communicator):
             perform(parts)
             for one in parts:
                 one.finished = _mark_stream(one.output.device)
-            self._group.conclude(meeting)
+            with self._group.job.changed:
+                meeting.done = True
+                self._group.job.changed.notify_all()
         return _Attendance(self._group, self.rank, meeting)
 
 

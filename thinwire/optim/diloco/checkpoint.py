@@ -342,9 +342,15 @@ def load_worker(source: SliceSource, take_up: MakeCheckpoint, momentum: KeptMome
     as_cut = counted["shape"] == list(form.shape)
     owned = place.owned if place is not None and as_cut else [[0, one.numel] for one in form.fragments]
     device = form.worker.parameters[0].device
-    states = [
-        _state_to_load(one.numel if leads else 0, part, device) for one, part in zip(form.fragments, owned, strict=True)
-    ]
+    states = []
+    for fragment, part in zip(form.fragments, owned, strict=True):
+        numel = fragment.numel if leads else 0
+        own, residual = (
+            slice(*(min(one, numel) for one in part)),
+            torch.zeros(numel, dtype=torch.bfloat16, device=device),
+        )
+        owners = torch.zeros(2, own.stop - own.start, device=device)
+        states.append(OuterState(own, owners[0], slice(0, numel), residual, owners[1]))
     steps, _, under_way = take_up(states).load(source)
     for number, fragment in enumerate(form.fragments if leads else ()):
         values = form.read_flat(source, _MOMENTUM, fragment)
@@ -354,10 +360,3 @@ def load_worker(source: SliceSource, take_up: MakeCheckpoint, momentum: KeptMome
     if place is not None:
         run = f"{place.workers} workers after {run} and {place.taken} outer steps"
     return Loaded(states, steps, under_way, place, run)
-
-
-def _state_to_load(numel: int, owned: Sequence[int], device: torch.device) -> OuterState:
-    """What takes up momentum and residuals of a fragment, of which a worker owned the elements `owned`."""
-    own = slice(min(owned[0], numel), min(owned[1], numel))
-    momentum, owner = (torch.zeros(own.stop - own.start, device=device) for _ in range(2))
-    return OuterState(own, momentum, slice(0, numel), torch.zeros(numel, dtype=torch.bfloat16, device=device), owner)

@@ -87,7 +87,8 @@ class Plan:
         lacking = tuple(number for number in range(len(kept)) if number != source and taken[number] < taken[source])
         if taken[source] < 0:  # a job's beginning
             lacking = tuple(range(1, len(kept)))
-        order = sorted(range(len(kept)), key=lambda number: (taken[number] < 0, _place(kept[number]), number))
+        place = [0 if one is None else one.place for one in kept]
+        order = sorted(range(len(kept)), key=lambda number: (taken[number] < 0, place[number], number))
         return cls(tuple(kept), tuple(order), source, lacking, as_saved)
 
     @property
@@ -99,16 +100,6 @@ class Plan:
     def of_source(self) -> Standing:
         """Where the source is."""
         return self.standings[self.source] or Standing()
-
-    @property
-    def one_begins(self) -> bool:
-        """Whether a worker that lacks something has nothing of the job."""
-        return any(self.standings[number] is None for number in self.lacking)
-
-    @property
-    def first_lacked(self) -> int:
-        """The first outer step that one of those lacks who have something of the job."""
-        return min((one.taken for one in map(self.standings.__getitem__, self.lacking) if one), default=self.top)
 
     @property
     def claimed(self) -> int:
@@ -126,20 +117,18 @@ def hand_over(
 ) -> tuple[dict[int, Tensor], list[Tensor]]:
     """The source's outer weights, of the fragments that a worker lacks, and its momentum if one has nothing.
     Collective of the source and of those who lack something."""
-    first = plan.top - fragments if plan.one_begins else plan.first_lacked
+    lacking = [plan.standings[number] for number in plan.lacking]
+    one_begins = None in lacking
+    first = plan.top - fragments if one_begins else min((one.taken for one in lacking if one), default=plan.top)
     outer: dict[int, Tensor] = {}
     for fragment in sorted({number % fragments for number in range(first, plan.top)}):
         outer[fragment] = weights.outer(fragment).clone()
         group.broadcast(outer[fragment])
-    copies = [momentum.of(fragment).clone() for fragment in range(fragments)] if plan.one_begins else []
+    copies = [momentum.of(fragment).clone() for fragment in range(fragments)] if one_begins else []
     for one in copies:
         group.broadcast(one, inside=False)
     group.barrier()  # all have all of it before its sender may go
     return outer, copies
-
-
-def _place(standing: Standing | None) -> int:
-    return 0 if standing is None else standing.place
 
 
 def own_communicator(

@@ -125,10 +125,6 @@ class Timetable:
         `fragments`."""
         return sum(max(0, step - self._offset(one) + self.every) // self.every for one in range(self.fragments))
 
-    def arrival(self, left_at: int) -> int:
-        """The step after which a fragment that left after step `left_at` is taken in."""
-        return left_at + self.overlap
-
     def _offset(self, fragment: int) -> int:
         # Rounded up, so that no fragment leaves before the first step.
         return -(-(fragment + 1) * self.every // self.fragments)

@@ -263,7 +263,7 @@ class LocalHome(Home):
 
     def _take_in_all(self, due_by: float = math.inf, mix: float = 0.0) -> None:
         """Take in what is in flight and due by a step."""
-        while self.under_way and self._timetable.arrival(self.under_way[0].left_at) <= due_by:
+        while self.under_way and self.under_way[0].left_at + self._timetable.overlap <= due_by:
             self._take_in(self.under_way[0], mix)
 
     def _take_in(self, one: UnderWay, mix: float = 0.0) -> None:

@@ -98,7 +98,11 @@ class OuterWeights:
             )
         for kept, fragment in zip(self._kept, self._fragments, strict=True):
             for piece in fragment.pieces:
-                self._change_places(kept[piece.offset : piece.offset + piece.numel], piece)
+                here, single = kept[piece.offset : piece.offset + piece.numel], self._single(piece)
+                own = self._of_worker(piece).clone() if single or self.shown else here
+                self._worker.show(piece.parameter, piece.start, here if single else own)
+                if single:
+                    here.copy_(own)
         self.shown = outer
         self._versions = self._versions_now()
 
@@ -109,13 +113,6 @@ class OuterWeights:
         for number, kept in enumerate(self._kept):
             kept.copy_(self.replica(number))
         self.note_met()
-
-    def _change_places(self, kept: Tensor, piece: Piece) -> None:
-        single = self._single(piece)
-        own = self._of_worker(piece).clone() if single or self.shown else kept
-        self._worker.show(piece.parameter, piece.start, kept if single else own)
-        if single:
-            kept.copy_(own)
 
     def _single(self, piece: Piece) -> bool:
         return self._worker.parameters[piece.parameter].dtype == torch.float32

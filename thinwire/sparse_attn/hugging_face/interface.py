@@ -23,10 +23,10 @@ _SECTION = "thinwire_sparse_attention"
 _IMPLEMENTATION = "attn_implementation"
 
 
-def _keep_layout(config: Any, layout: Layout, implementation: str, dense: str) -> None:
+def _keep_layout(config: Any, layout: Layout, dense: str) -> None:
     """Write `layout` into `config`, and what the model attended with before. A `Custom` layout is not written: the
     model is then refused when it attends, until `sparsify` gives it one."""
-    setattr(config, _IMPLEMENTATION, implementation)
+    setattr(config, _IMPLEMENTATION, _NAME)
     section: dict[str, Any] = {"dense_attention": dense}
     if not isinstance(layout, Custom):
         section |= {"num_heads": layout.num_heads, "layout": layout_to_config(layout)}
@@ -46,10 +46,9 @@ def kept_layout(config: Any) -> Layout | None:
         raise ValueError(f"config.{_SECTION}.layout: {error}") from error
 
 
-def _dense_attention(config: Any) -> str | None:
-    """What the model of `config` attended with before, where it says so. Raises ValueError as `kept_layout` does."""
-    dense: str | None = _section(config).get("dense_attention")
-    return dense
+def _dense_attention(config: Any) -> str:
+    """What the model of `config` attended with before, if it says so. Raises ValueError as `kept_layout` does."""
+    return str(_section(config).get("dense_attention") or "sdpa")
 
 
 def _section(config: Any) -> dict[str, Any]:
@@ -99,9 +98,9 @@ class InterfacePlug:
         register_with_transformers()
         config = attention.config
         before = config._attn_implementation
-        dense = _dense_attention(config) or "sdpa" if before == _NAME else before
+        dense = _dense_attention(config) if before == _NAME else before
         config._attn_implementation = _NAME
-        _keep_layout(config, layout, _NAME, dense)
+        _keep_layout(config, layout, dense)
         setattr(attention, _LAYOUT, layout)
         setattr(attention, _DENSE, dense)
 
@@ -121,7 +120,7 @@ class InterfacePlug:
         register_with_transformers()
         current: str = model.config._attn_implementation
         if current == _NAME:  # loaded from what a sparse model saved
-            current = _dense_attention(model.config) or "sdpa"
+            current = _dense_attention(model.config)
         self._dense_implementation = vars(model).get(_DENSE, current)
 
     def set_layout(self, model: Any, layout: Layout) -> None:
@@ -130,7 +129,7 @@ class InterfacePlug:
         for module in model.modules():
             setattr(module, _LAYOUT, layout)
             setattr(module, _DENSE, self._dense_implementation)
-        _keep_layout(model.config, layout, _NAME, self._dense_implementation)
+        _keep_layout(model.config, layout, self._dense_implementation)
 
     def detach(self, model: Any) -> None:
         """Choose the implementation that was there before."""
@@ -206,7 +205,7 @@ def _wake(module: Any) -> Layout:
             f"attn_implementation is {_NAME!r}, but this {type(module).__name__} has no layout: call "
             f"sparsify(model, layout), or load the model with another attn_implementation"
         )
-    _keep_layout(module.config, layout, _NAME, _dense_attention(module.config) or "sdpa")
+    _keep_layout(module.config, layout, _dense_attention(module.config))
     setattr(module, _LAYOUT, layout)
     return layout
 

@@ -29,7 +29,6 @@ from thinwire.sparse_attn.kernels.cpu.tiles import (
     fill_keys,
     gather_rows,
     head_of,
-    load_rows,
     load_transposed,
     power_of_two,
     rows_of,
@@ -156,7 +155,7 @@ def _backward_head(lse: Floats, d_bias: Floats, scores: Scores, matrices: Sequen
     of_bias = Matrix(d_bias[batch * biases.batch + of_sample * biases.head :], biases.row, biases.column)
     of_lse, head = lse[number * sizes.queries : (number + 1) * sizes.queries], head_of(scores, batch, of_sample)
     lanes, padded = min(block, LARGEST_TILE), (width + LANES - 1) // LANES * LANES
-    keys, scales = np.empty(CHUNK, np.int32), np.full(lanes, scores.scale)
+    keys, queries, scales = np.empty(CHUNK, np.int32), np.empty(lanes, np.int32), np.full(lanes, scores.scale)
     shift, delta = np.empty(lanes, np.float32), np.empty(lanes, np.float32)
     k_rows, v_rows, d_rows = _matrix(CHUNK, padded), _matrix(CHUNK, padded), _matrix(CHUNK, padded)
     powers, d_scores = _matrix(CHUNK, lanes), _matrix(CHUNK, lanes)
@@ -171,10 +170,12 @@ def _backward_head(lse: Floats, d_bias: Floats, scores: Scores, matrices: Sequen
         for first in range(row * block, row_end, lanes):
             tile = Tile(first, min(lanes, row_end - first), lanes)
             key_end = min(sizes.keys, first + tile.queries) if causal else sizes.keys
-            finite_q = load_transposed(q, tile, width, scores.scale * LOG2_E, q_t.values)
-            finite_out = load_transposed(d_out, tile, width, _ONE, d_out_t.values)
-            load_rows(q, tile, width, padded, q_rows.values)
-            load_rows(d_out, tile, width, padded, d_out_rows.values)
+            load_transposed(q, tile, width, scores.scale * LOG2_E, q_t.values)
+            load_transposed(d_out, tile, width, _ONE, d_out_t.values)
+            for lane in range(tile.queries):
+                queries[lane] = first + lane
+            finite_q = gather_rows(q, queries, tile.queries, lanes, width, padded, q_rows.values)
+            finite_out = gather_rows(d_out, queries, tile.queries, lanes, width, padded, d_out_rows.values)
             finite = _statistics(d_out_rows, out, of_lse, tile, width, shift, delta) and finite_q and finite_out
             d_q_t.values[:] = _ZERO
             entry, last = head.row_offsets[row], head.row_offsets[row + 1]

@@ -175,40 +175,15 @@ def gather_rows(source: Rows, keys: Integers, count: int, rows: int, width: int,
 
 
 @helper
-def load_rows(source: Rows, tile: Tile, width: int, padded: int, rows: Floats) -> None:
-    """A tile's rows of `source` as [lanes, padded], zeros around."""
+def load_transposed(source: Rows, tile: Tile, width: int, scale: np.float32, transposed: Floats) -> None:
+    """`scale` times a tile's rows of `source` as [padded, lanes], zeros around."""
     values = source.values
-    whole = width // LANES * LANES
-    for number in range(tile.queries):
-        origin, target = (tile.first + number) * source.stride, number * padded
-        for at in range(0, whole, LANES):
-            floats.store(rows, target + at, floats.load(values, origin + at))
-        for at in range(whole, width):
-            rows[target + at] = values[origin + at]
-        for at in range(width, padded):
-            rows[target + at] = _ZERO
-    for at in range(tile.queries * padded, tile.lanes * padded, LANES):
-        floats.store(rows, at, floats.broadcast(_ZERO))
-
-
-@helper
-def load_transposed(source: Rows, tile: Tile, width: int, scale: np.float32, transposed: Floats) -> bool:
-    """`scale` times a tile's rows of `source` as [padded, lanes], zeros around; whether all are finite."""
-    values = source.values
-    whole = width // LANES * LANES
-    check = floats.broadcast(_ZERO)
-    rest = _ZERO
     transposed[:] = _ZERO
     for number in range(tile.queries):
         origin = (tile.first + number) * source.stride
         row, column = values[origin : origin + width], transposed[number:]
-        for at in range(0, whole, LANES):
-            check = floats.add(check, floats.multiply(floats.load(row, at), floats.broadcast(_ZERO)))
-        for at in range(whole, width):
-            rest += row[at] * _ZERO
         for at in range(width):
             column[at * tile.lanes] = scale * row[at]
-    return bool(floats.reduce_sum(check) + rest == _ZERO)
 
 
 @helper

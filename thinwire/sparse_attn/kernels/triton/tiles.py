@@ -72,12 +72,18 @@ def mask_of(entry, walk, config):
 
 
 @triton.jit
-def load_rows(matrix, first, COUNT: tl.constexpr, config):
-    """[COUNT, WIDTH] from row `first` on, zeros beyond the matrix."""
+def _places(matrix, first, COUNT: tl.constexpr, config):
+    """Of [COUNT, WIDTH] from row `first` on, where they lie, and which of them are inside of the matrix."""
     rows = first + tl.arange(0, COUNT)
     columns = tl.arange(0, config.WIDTH)
     inside = (rows[:, None] < matrix.length) & (columns[None, :] < matrix.width)
-    place = matrix.memory + rows[:, None].to(tl.int64) * matrix.stride + columns[None, :]
+    return matrix.memory + rows[:, None].to(tl.int64) * matrix.stride + columns[None, :], inside
+
+
+@triton.jit
+def load_rows(matrix, first, COUNT: tl.constexpr, config):
+    """[COUNT, WIDTH] from row `first` on, zeros beyond the matrix."""
+    place, inside = _places(matrix, first, COUNT, config)
     return tl.load(place, mask=inside, other=0.0)
 
 
@@ -87,10 +93,7 @@ def load_finite_rows(matrix, first, COUNT: tl.constexpr, config):
 
     Memory is read twice: a tile cleaned in registers would be held whole by every warp that multiplies with it.
     """
-    rows = first + tl.arange(0, COUNT)
-    columns = tl.arange(0, config.WIDTH)
-    inside = (rows[:, None] < matrix.length) & (columns[None, :] < matrix.width)
-    place = matrix.memory + rows[:, None].to(tl.int64) * matrix.stride + columns[None, :]
+    place, inside = _places(matrix, first, COUNT, config)
     finite = tl.abs(tl.load(place, mask=inside, other=0.0).to(tl.float32)) < float("inf")
     bad = tl.max(tl.where(finite, 0, 1), 1)
     return tl.load(place, mask=inside & finite, other=0.0), bad
@@ -99,10 +102,7 @@ def load_finite_rows(matrix, first, COUNT: tl.constexpr, config):
 @triton.jit
 def store_rows(matrix, values, first, config):
     """The opposite of `load_rows`, in the memory's dtype."""
-    rows = first + tl.arange(0, config.T)
-    columns = tl.arange(0, config.WIDTH)
-    inside = (rows[:, None] < matrix.length) & (columns[None, :] < matrix.width)
-    place = matrix.memory + rows[:, None].to(tl.int64) * matrix.stride + columns[None, :]
+    place, inside = _places(matrix, first, config.T, config)
     tl.store(place, values.to(matrix.memory.dtype.element_ty), mask=inside)
 
 
