@@ -9,20 +9,14 @@ from functools import cache
 
 from thinwire.deepspeed import ranks as comm
 
-
-def _make_logger() -> logging.Logger:
-    """To standard output from INFO on, as DeepSpeed's, and not to the root logger too."""
-    made = logging.getLogger("DeepSpeed")
-    if not made.handlers:
-        handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
-        made.addHandler(handler)
-        made.setLevel(logging.INFO)
-        made.propagate = False
-    return made
-
-
-logger = _make_logger()
+# To standard output from INFO on, as DeepSpeed's, and not to the root logger too.
+logger = logging.getLogger("DeepSpeed")
+if not logger.handlers:
+    _handler = logging.StreamHandler(sys.stdout)
+    _handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+    logger.addHandler(_handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
@@ -33,8 +27,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
     """Print as `log_dist` logs."""
-    text = _of_rank(message, ranks)
-    if text is not None:
+    if (text := _of_rank(message, ranks)) is not None:
         print(text, flush=True)
 
 

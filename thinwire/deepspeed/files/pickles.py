@@ -200,7 +200,10 @@ def read_pickle(path: Path, output: Path) -> dict[str, Any]:
             plain = _Plain(os.fstat(file.fileno()).st_size)
             is_archive = zipfile.is_zipfile(file)
             checked = is_archive and _verify(file)
-        values = plain.of(_load(path, is_archive))
+        with torch.serialization.safe_globals(stand_ins()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of old forms of storage
+            # From a map of the file: a tensor needs memory when it is written, and one at a time.
+            values = plain.of(torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive))
     except pickle.UnpicklingError as error:
         return {"fault": _refused(str(error))}
     except Exception as error:  # whatever a file can bring a loader to
@@ -236,13 +239,6 @@ def _verify(file: BinaryIO) -> bool:
                 while content.read(_READ_BYTES):
                     pass
     return True
-
-
-def _load(path: Path, is_archive: bool) -> Any:
-    with torch.serialization.safe_globals(stand_ins()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of old forms of storage
-        # From a map of the file: a tensor needs memory when it is written, and one at a time.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
 
 
 def _first_line(error: Exception) -> str:

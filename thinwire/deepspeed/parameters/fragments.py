@@ -99,7 +99,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     held = None if found is None else found[0].gradient(found[1])
     if found is None or held is None:
         own = gradient_of(current(param))
-        return None if own is None else _plain(own).clone()
+        return None if own is None else (own.full_tensor() if hasattr(own, "full_tensor") else own).clone()
     return _times(whole_values(*found, held)[0], found[0].taken)
 
 
@@ -289,7 +289,3 @@ def _has_its_share(state: ParameterState, number: int, held: Held) -> bool:
 def _no_such_state(state: ParameterState, kind: str) -> ValueError:
     kinds = ", ".join(state.kinds()) or "none yet: an optimizer's state begins with its first step"
     return ValueError(f"there is no optimizer state {kind!r} of this parameter; there is {kinds}")
-
-
-def _plain(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient

@@ -15,7 +15,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,85 +259,78 @@ def select(
     """
     for looks_left in reversed(range(_LOOKS)):
         listed, complaint = _agree_on_listing(folder, comm, tag)
-        judge = partial(_judge, folder, comm, fault_of, bool(looks_left))
+        look = _Look(folder, comm, fault_of, bool(looks_left))
         try:
-            return (
-                _newest(folder, comm, listed, complaint, judge) if tag is None else _tagged(folder, tag, listed, judge)
-            )
+            return look.newest(listed, complaint) if tag is None else look.tagged(tag, listed)
         except _MovedError:
             continue
     raise AssertionError("the last look settles for what it finds")
 
 
-_Judge = Callable[[str, str], tuple[LoadedCheckpoint | None, str]]
+@dataclass(frozen=True)
+class _Look:
+    """One look at a folder, maybe not the last. Methods are collective, and raise _MovedError, on every rank, where
+    what they find may be a race with a save."""
 
+    folder: Path
+    comm: Communicator
+    fault_of: Callable[[LoadedCheckpoint], str | None]
+    may_look_again: bool
 
-def _newest(
-    folder: Path, comm: Communicator, listed: list[tuple[str, str]], complaint: str | None, judge: _Judge
-) -> LoadedCheckpoint | None:
-    """The first that can be loaded; None where there are no candidates."""
-    refusals: list[str] = []
-    for tag, name in listed:
-        checkpoint, refusal = judge(tag, name)
-        if checkpoint:
-            doubts = [f"{refusal}. Loading {tag!r} instead" for refusal in refusals]
-            for doubt in doubts or ([complaint] if complaint else ()) if comm.rank == 0 else ():
-                warnings.warn(doubt, RuntimeWarning, stacklevel=4)
-            return checkpoint
-        refusals.append(f"checkpoint {tag!r} in {folder} cannot be loaded: {refusal}")
-    if refusals:
-        raise CheckpointError(f"there is no whole checkpoint of this model: {'; '.join(refusals)}")
-    return None
+    def newest(self, listed: list[tuple[str, str]], complaint: str | None) -> LoadedCheckpoint | None:
+        """The first that can be loaded; None where there are no candidates."""
+        refusals: list[str] = []
+        for tag, name in listed:
+            checkpoint, refusal = self._judge(tag, name)
+            if checkpoint:
+                doubts = [f"{refusal}. Loading {tag!r} instead" for refusal in refusals]
+                for doubt in doubts or ([complaint] if complaint else ()) if self.comm.rank == 0 else ():
+                    warnings.warn(doubt, RuntimeWarning, stacklevel=4)
+                return checkpoint
+            refusals.append(f"checkpoint {tag!r} in {self.folder} cannot be loaded: {refusal}")
+        if refusals:
+            raise CheckpointError(f"there is no whole checkpoint of this model: {'; '.join(refusals)}")
+        return None
 
+    def tagged(self, tag: str, listed: list[tuple[str, str]]) -> LoadedCheckpoint:
+        """The one with this tag."""
+        names = dict(listed)
+        refusal = "there is none of that name"
+        if tag in names:
+            checkpoint, refusal = self._judge(tag, names.pop(tag))
+            if checkpoint:
+                return checkpoint
+        whole = []
+        for other, name in names.items():
+            if (checkpoint := self._judge(other, name)[0]) is not None:
+                checkpoint.close()
+                whole.append(repr(other))
+        instead = f"whole ones of this model: {', '.join(whole)}" if whole else "there is no other whole one"
+        raise CheckpointError(f"checkpoint {tag!r} in {self.folder} cannot be loaded: {refusal}; {instead}")
 
-def _tagged(folder: Path, tag: str, listed: list[tuple[str, str]], judge: _Judge) -> LoadedCheckpoint:
-    names = dict(listed)
-    refusal = "there is none of that name"
-    if tag in names:
-        checkpoint, refusal = judge(tag, names.pop(tag))
-        if checkpoint:
-            return checkpoint
-    whole = []
-    for other, name in names.items():
-        if (checkpoint := judge(other, name)[0]) is not None:
-            checkpoint.close()
-            whole.append(repr(other))
-    instead = f"whole ones of this model: {', '.join(whole)}" if whole else "there is no other whole one"
-    raise CheckpointError(f"checkpoint {tag!r} in {folder} cannot be loaded: {refusal}; {instead}")
-
-
-def _judge(
-    folder: Path,
-    comm: Communicator,
-    fault_of: Callable[[LoadedCheckpoint], str | None],
-    may_look_again: bool,
-    tag: str,
-    name: str,
-) -> tuple[LoadedCheckpoint | None, str]:
-    """What all ranks together find in `folder`/`name`: it, opened, or what is wrong, naming the file or parameter.
-
-    Raises _MovedError, on every rank, where that may be a race with a save.
-    """
-    mine = hold(folder / name)
-    checkpoint = LoadedCheckpoint(mine.held, tag, mine.manifest) if mine.held and mine.manifest else None
-    fault = None if checkpoint is None else fault_of(checkpoint)
-    findings = _gather(comm, {"digest": mine.digest, "problems": mine.problems, "moved": mine.moved, "fault": fault})
-    versions = {finding["digest"] for finding in findings}
-    if may_look_again and (any(finding["moved"] for finding in findings) or len(versions - {""}) > 1):
-        raise _MovedError
-    refusal = _joined(findings)
-    if not refusal and len(versions) > 1:
-        refusal = f"ranks see different versions of its {MANIFEST}; the folder must be shared"
-    refusal = refusal or next((finding["fault"] for finding in findings if finding["fault"]), "")
-    # With nothing against it all ranks hold the same, and each reads its share of the files to their ends.
-    if not refusal and mine.held is not None and checkpoint is not None:
-        share = checkpoint.manifest.files[comm.rank :: comm.size]
-        refusal = _joined(_gather(comm, {"problems": unreadable_files(mine.held, share)}))
-        if not refusal:
-            return checkpoint, ""
-    if mine.held is not None:
-        mine.held.close()
-    return None, refusal
+    def _judge(self, tag: str, name: str) -> tuple[LoadedCheckpoint | None, str]:
+        """What all ranks together find in `folder`/`name`: it, opened, or what is wrong, naming file or parameter."""
+        mine, comm = hold(self.folder / name), self.comm
+        checkpoint = LoadedCheckpoint(mine.held, tag, mine.manifest) if mine.held and mine.manifest else None
+        fault = None if checkpoint is None else self.fault_of(checkpoint)
+        found = {"digest": mine.digest, "problems": mine.problems, "moved": mine.moved, "fault": fault}
+        findings = _gather(comm, found)
+        versions = {finding["digest"] for finding in findings}
+        if self.may_look_again and (any(finding["moved"] for finding in findings) or len(versions - {""}) > 1):
+            raise _MovedError
+        refusal = _joined(findings)
+        if not refusal and len(versions) > 1:
+            refusal = f"ranks see different versions of its {MANIFEST}; the folder must be shared"
+        refusal = refusal or next((finding["fault"] for finding in findings if finding["fault"]), "")
+        # With nothing against it all ranks hold the same, and each reads its share of the files to their ends.
+        if not refusal and mine.held is not None and checkpoint is not None:
+            share = checkpoint.manifest.files[comm.rank :: comm.size]
+            refusal = _joined(_gather(comm, {"problems": unreadable_files(mine.held, share)}))
+            if not refusal:
+                return checkpoint, ""
+        if mine.held is not None:
+            mine.held.close()
+        return None, refusal
 
 
 def _agree_on_listing(folder: Path, comm: Communicator, tag: str | None) -> tuple[list[tuple[str, str]], str | None]:
