@@ -51,12 +51,8 @@ class _Reader:
 
     def read(self) -> Any:
         self._skip()
-        if self._peek() in ("{", "["):
-            tree = self._value(1)
-        elif self._begins_with_a_name():
-            tree = self._members("", 1)
-        else:
-            tree = self._value(1)
+        without_braces = self._peek() not in ("{", "[") and self._begins_with_a_name()
+        tree = self._members("", 1) if without_braces else self._value(1)
         self._skip()
         if self._at < len(self._text):
             raise self._error(f"nothing may follow, but there is {shown(self._text[self._at])}")

@@ -143,7 +143,7 @@ def respell(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """
     tree = dict(tree)
     if "bfloat16" in tree:
-        _rename(tree, "bfloat16", "bf16", tree["bfloat16"], "", problems)
+        _rename(tree, "bfloat16", "bf16", tree.pop("bfloat16"), "", problems)
     if isinstance(zero := tree.get("zero_optimization"), bool):
         tree["zero_optimization"] = {"stage": int(zero)}
     elif isinstance(zero, Mapping):
@@ -160,17 +160,12 @@ def _respell_offload(zero: dict[str, Any], problems: list[str]) -> dict[str, Any
             '"pin_memory" in "offload_optimizer" and "offload_param"'
         )
     for old, new in _OFFLOADS.items():
-        if old not in zero:
-            continue
-        value = zero[old]
-        if not isinstance(value, bool) and value not in (None, "auto"):
-            problems.append(f'"zero_optimization.{old}" must be true or false, got {shown(value)}')
-            del zero[old]
-        elif value is True:
+        value = zero.pop(old, None)
+        if value is True:
             section = {"device": "cpu"} | ({"pin_memory": True} if pinned is True else {})
             _rename(zero, old, new, section, "zero_optimization.", problems)
-        else:
-            del zero[old]
+        elif not isinstance(value, bool) and value not in (None, "auto"):
+            problems.append(f'"zero_optimization.{old}" must be true or false, got {shown(value)}')
     return zero
 
 
@@ -194,7 +189,6 @@ def _respell_clipping(tree: dict[str, Any], problems: list[str]) -> None:
 
 
 def _rename(section: dict[str, Any], old: str, new: str, value: Any, prefix: str, problems: list[str]) -> None:
-    del section[old]
     if section.get(new) in (None, value):
         section[new] = value
     else:
