@@ -2,7 +2,7 @@
 
 import math
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,11 +15,19 @@ from thinwire.comm import Communicator, threads
 from thinwire.zero import ShardedOptimizer
 
 FREEZE = 2
-CASES = [("sharded", stage, False) for stage in (0, 1, 2)]
-CASES += [("1-bit", stage, frozen) for stage in (0, 1, 2) for frozen in (False, True)]
+
+
+class Case(NamedTuple):
+    kind: str
+    stage: int
+    frozen: bool = False
+
+
+CASES = [Case("sharded", stage) for stage in (0, 1, 2)]
+CASES += [Case("1-bit", stage, frozen) for stage in (0, 1, 2) for frozen in (False, True)]
 OVER = r"is still that of the last step.*call zero_grad\(\) between two steps"
 
-every_case = pytest.mark.parametrize(("kind", "stage", "frozen"), CASES)
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}-{case.stage}-{case.frozen}")
 
 
 def build(comm: Communicator, model: nn.Module, kind: str, stage: int, **options: Any) -> Any:
@@ -29,10 +37,10 @@ def build(comm: Communicator, model: nn.Module, kind: str, stage: int, **options
     return thinwire.OneBitAdam(model.parameters(), block_size=64, freeze_step=FREEZE, **options)
 
 
-def begun(comm: Communicator, kind: str, stage: int, frozen: bool) -> tuple[nn.Module, Any]:
+def begun(comm: Communicator, case: Case) -> tuple[nn.Module, Any]:
     model = make_model()
-    optimizer = build(comm, model, kind, stage)
-    for step in range(FREEZE + 2 if frozen else 1):
+    optimizer = build(comm, model, case.kind, case.stage)
+    for step in range(FREEZE + 2 if case.frozen else 1):
         loss_of(model, comm.rank, step).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -66,13 +74,11 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 @every_case
 @on_threads(2)
-def test_an_edit_after_backward_takes_effect_or_is_refused(
-    comm: Communicator, kind: str, stage: int, frozen: bool, edit: Any
-) -> None:
-    model, optimizer = begun(comm, kind, stage, frozen)
+def test_an_edit_after_backward_takes_effect_or_is_refused(comm: Communicator, case: Case, edit: Any) -> None:
+    model, optimizer = begun(comm, case)
     before = model[0].weight.detach().clone()
     loss_of(model, comm.rank, 50).backward()
-    if (kind, stage) == ("sharded", 0) and edit is not replace_data:  # averages are shown, as DDP shows them
+    if (case.kind, case.stage) == ("sharded", 0) and edit is not replace_data:  # averages are shown, as DDP shows them
         edit(model[0].weight.grad)
         given = model[0].weight.grad.clone()
         optimizer.step()
@@ -105,7 +111,7 @@ def test_the_norm_that_is_clipped_is_that_of_averages_as_they_were_edited(
 
 @on_threads(1)
 def test_a_gradient_that_another_thread_drops_within_backward_is_named(comm: Communicator) -> None:
-    model, optimizer = begun(comm, "1-bit", 0, False)
+    model, optimizer = begun(comm, Case("1-bit", 0))
     optimizer._home.watcher.before_first = model.zero_grad  # between the gradient's hook and its bucket
     with pytest.raises(RuntimeError, match=r"parameter 5 .* was dropped while backward\(\) was bringing it"):
         loss_of(model, comm.rank, 50).backward()
@@ -125,9 +131,9 @@ IN_A_HOOK = {
 @every_case
 @on_threads(2)
 def test_an_edit_within_backward_behind_the_optimizers_hook_is_refused(
-    comm: Communicator, kind: str, stage: int, frozen: bool, how: str
+    comm: Communicator, case: Case, how: str
 ) -> None:
-    model, optimizer = begun(comm, kind, stage, frozen)
+    model, optimizer = begun(comm, case)
     weight = model[0].weight
     queue = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -147,17 +153,15 @@ def test_an_edit_within_backward_behind_the_optimizers_hook_is_refused(
 @pytest.mark.parametrize("drop", ["one", "all"])
 @every_case
 @on_threads(2)
-def test_a_first_backward_that_is_dropped_by_hand_does_not_count(
-    comm: Communicator, kind: str, stage: int, frozen: bool, drop: str
-) -> None:
-    model, optimizer = begun(comm, kind, stage, frozen)
-    other, plain = begun(comm, kind, stage, frozen)
+def test_a_first_backward_that_is_dropped_by_hand_does_not_count(comm: Communicator, case: Case, drop: str) -> None:
+    model, optimizer = begun(comm, case)
+    other, plain = begun(comm, case)
     with optimizer.no_sync():
         loss_of(model, comm.rank, 50).backward()
         optimizer.end_backward()
     for parameter in model.parameters() if drop == "all" else [model[0].weight, model[0].bias]:
         parameter.grad = None
-    if stage == 2 and not frozen:
+    if case.stage == 2 and not case.frozen:
         with pytest.raises(
             RuntimeError, match=r"dropped or zeroed between two backward\(\).*the optimizer's zero_grad"
         ):
@@ -168,19 +172,17 @@ def test_a_first_backward_that_is_dropped_by_hand_does_not_count(
     loss_of(other, comm.rank, 51).backward()
     plain.step()
     of_one = torch.equal(model[0].weight, other[0].weight)
-    assert of_one if drop == "all" or kind == "sharded" else torch.isfinite(model[0].weight).all()
+    assert of_one if drop == "all" or case.kind == "sharded" else torch.isfinite(model[0].weight).all()
 
 
 @every_case
 @on_threads(2)
-def test_without_zero_grad_gradients_add_up_or_the_backward_is_refused(
-    comm: Communicator, kind: str, stage: int, frozen: bool
-) -> None:
-    model, optimizer = begun(comm, kind, stage, frozen)
-    other, plain = begun(comm, kind, stage, frozen)
+def test_without_zero_grad_gradients_add_up_or_the_backward_is_refused(comm: Communicator, case: Case) -> None:
+    model, optimizer = begun(comm, case)
+    other, plain = begun(comm, case)
     loss_of(model, comm.rank, 50).backward()
     optimizer.step()
-    if stage > 0:
+    if case.stage > 0:
         with pytest.raises(RuntimeError, match=OVER):
             loss_of(model, comm.rank, 51).backward()
         return
@@ -200,14 +202,12 @@ def test_without_zero_grad_gradients_add_up_or_the_backward_is_refused(
 
 @every_case
 @on_threads(2)
-def test_a_second_step_takes_the_gradients_again_or_is_refused(
-    comm: Communicator, kind: str, stage: int, frozen: bool
-) -> None:
-    model, optimizer = begun(comm, kind, stage, frozen)
+def test_a_second_step_takes_the_gradients_again_or_is_refused(comm: Communicator, case: Case) -> None:
+    model, optimizer = begun(comm, case)
     loss_of(model, comm.rank, 50).backward()
     optimizer.step()
     before = weights(model)
-    if stage > 0:
+    if case.stage > 0:
         with pytest.raises(RuntimeError, match=OVER):
             optimizer.step()
         return
@@ -253,11 +253,9 @@ def test_a_frozen_backward_that_is_thrown_away_or_skipped_leaves_residuals_alone
 @pytest.mark.parametrize("zero", ["model", "in place", "by hand"])
 @every_case
 @on_threads(2)
-def test_gradients_may_be_zeroed_in_any_way_between_steps(
-    comm: Communicator, kind: str, stage: int, frozen: bool, zero: str
-) -> None:
-    model, optimizer = begun(comm, kind, stage, frozen)
-    other, plain = begun(comm, kind, stage, frozen)
+def test_gradients_may_be_zeroed_in_any_way_between_steps(comm: Communicator, case: Case, zero: str) -> None:
+    model, optimizer = begun(comm, case)
+    other, plain = begun(comm, case)
     for step in (50, 51, 52):
         loss_of(model, comm.rank, step).backward()
         optimizer.step()
@@ -274,7 +272,7 @@ def test_gradients_may_be_zeroed_in_any_way_between_steps(
 
 @on_threads(2)
 def test_a_model_is_moved_after_a_step_whose_gradients_have_left(comm: Communicator) -> None:
-    model, optimizer = begun(comm, "sharded", 2, False)
+    model, optimizer = begun(comm, Case("sharded", 2))
     loss_of(model, comm.rank, 50).backward()
     for use in (lambda: model.share_memory(), lambda: torch.from_dlpack(model[2].weight.grad)):
         with pytest.raises(RuntimeError, match="has left for its owner"):
@@ -306,8 +304,8 @@ def test_two_parameters_may_change_places(comm: Communicator, kind: str, stage: 
 
 @every_case
 @on_threads(2)
-def test_groups_are_those_that_the_optimizer_has_now(comm: Communicator, kind: str, stage: int, frozen: bool) -> None:
-    model, optimizer = begun(comm, kind, stage, frozen)
+def test_groups_are_those_that_the_optimizer_has_now(comm: Communicator, case: Case) -> None:
+    model, optimizer = begun(comm, case)
     before = weights(model)
     optimizer.param_groups = [{**group, "lr": 0.0} for group in optimizer.param_groups]
     loss_of(model, comm.rank, 50).backward()
@@ -322,11 +320,9 @@ def test_groups_are_those_that_the_optimizer_has_now(comm: Communicator, kind: s
 
 @every_case
 @on_threads(2)
-def test_a_second_optimizer_over_the_same_parameters_ends_the_first(
-    comm: Communicator, kind: str, stage: int, frozen: bool
-) -> None:
-    model, optimizer = begun(comm, kind, stage, frozen)
-    second = build(comm, model, kind, stage)
+def test_a_second_optimizer_over_the_same_parameters_ends_the_first(comm: Communicator, case: Case) -> None:
+    model, optimizer = begun(comm, case)
+    second = build(comm, model, case.kind, case.stage)
     loss_of(model, comm.rank, 50).backward()
     with pytest.raises(RuntimeError, match="another optimizer of thinwire was built over parameters of this"):
         optimizer.step()
@@ -337,7 +333,7 @@ def test_a_second_optimizer_over_the_same_parameters_ends_the_first(
 @pytest.mark.filterwarnings("ignore:the weights of ranks")
 @on_threads(2)
 def test_replicas_that_every_rank_steps_by_itself_are_compared(comm: Communicator) -> None:
-    model, optimizer = begun(comm, "sharded", 0, False)
+    model, optimizer = begun(comm, Case("sharded", 0))
     if comm.rank == 1:
         with torch.no_grad():
             model[0].weight.add_(1.0)

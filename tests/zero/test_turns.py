@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.launching import on_threads
 from tests.optim.training import loss_of, weights
-from tests.zero.test_gradient_edits import begun, every_case
+from tests.zero.test_gradient_edits import Case, begun, every_case
 from thinwire.comm import CommunicationError, Communicator
 
 
@@ -45,10 +45,8 @@ CALLS: dict[str, Callable[[nn.Module, Any], object]] = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @every_case
 @on_threads(1)
-def test_a_second_thread_is_refused_by_name_during_a_backward(
-    comm: Communicator, kind: str, stage: int, frozen: bool, call: Any
-) -> None:
-    model, optimizer = begun(comm, kind, stage, frozen)
+def test_a_second_thread_is_refused_by_name_during_a_backward(comm: Communicator, case: Case, call: Any) -> None:
+    model, optimizer = begun(comm, case)
     refused: list[BaseException | None] = []
     model[0].weight.register_hook(lambda gradient: refused.append(in_thread(lambda: call(model, optimizer))))
 
@@ -69,9 +67,9 @@ def test_a_second_thread_is_refused_by_name_during_a_backward(
 
 @every_case
 @on_threads(1)
-def test_another_thread_may_go_on_between_steps(comm: Communicator, kind: str, stage: int, frozen: bool) -> None:
-    model, optimizer = begun(comm, kind, stage, frozen)
-    other, plain = begun(comm, kind, stage, frozen)
+def test_another_thread_may_go_on_between_steps(comm: Communicator, case: Case) -> None:
+    model, optimizer = begun(comm, case)
+    other, plain = begun(comm, case)
     assert in_thread(lambda: (loss_of(model, 0, 50).backward(), optimizer.step())) is None
     loss_of(other, 0, 50).backward()
     plain.step()
@@ -92,11 +90,9 @@ class CutShort:
 
 @every_case
 @on_threads(1)
-def test_a_backward_cut_short_is_dropped_by_zero_grad_where_one_rank_is_alone(
-    comm: Communicator, kind: str, stage: int, frozen: bool
-) -> None:
-    model, optimizer = begun(comm, kind, stage, frozen)
-    other, plain = begun(comm, kind, stage, frozen)
+def test_a_backward_cut_short_is_dropped_by_zero_grad_where_one_rank_is_alone(comm: Communicator, case: Case) -> None:
+    model, optimizer = begun(comm, case)
+    other, plain = begun(comm, case)
     CutShort(optimizer._home.watcher, "_take")
     with pytest.raises(KeyboardInterrupt):
         loss_of(model, 0, 50).backward()
@@ -113,10 +109,8 @@ def test_a_backward_cut_short_is_dropped_by_zero_grad_where_one_rank_is_alone(
 
 @every_case
 @on_threads(2)
-def test_a_rank_whose_backward_was_cut_short_does_not_go_on(
-    comm: Communicator, kind: str, stage: int, frozen: bool
-) -> None:
-    model, optimizer = begun(comm, kind, stage, frozen)
+def test_a_rank_whose_backward_was_cut_short_does_not_go_on(comm: Communicator, case: Case) -> None:
+    model, optimizer = begun(comm, case)
     if comm.rank == 0:
 
         def iterate() -> None:
@@ -136,13 +130,11 @@ def test_a_rank_whose_backward_was_cut_short_does_not_go_on(
 
 @every_case
 @on_threads(1)
-def test_a_step_cut_short_while_weights_move_is_the_last(
-    comm: Communicator, kind: str, stage: int, frozen: bool
-) -> None:
-    model, optimizer = begun(comm, kind, stage, frozen)
+def test_a_step_cut_short_while_weights_move_is_the_last(comm: Communicator, case: Case) -> None:
+    model, optimizer = begun(comm, case)
     loss_of(model, 0, 50).backward()
     home = optimizer._home
-    if kind == "sharded":
+    if case.kind == "sharded":
         CutShort(home._parameters, "move_and_publish")
     else:
         CutShort(home.groups[0], "update")
@@ -155,9 +147,9 @@ def test_a_step_cut_short_while_weights_move_is_the_last(
 
 @every_case
 @on_threads(1)
-def test_one_rank_alone_goes_on_in_a_fork(comm: Communicator, kind: str, stage: int, frozen: bool) -> None:
+def test_one_rank_alone_goes_on_in_a_fork(comm: Communicator, case: Case) -> None:
     torch.set_num_threads(1)  # of this thread: a fork has none of the others that OpenMP would wait for
-    model, optimizer = begun(comm, kind, stage, frozen)
+    model, optimizer = begun(comm, case)
     process = os.fork()
     if process == 0:
         try:
