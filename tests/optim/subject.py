@@ -90,7 +90,13 @@ class Subject:
 
 _OF_ALGORITHMS = [name for name in registry.NAMES if issubclass(registry.entry(name).options, OneBitOptions)]
 SUBJECTS = [Subject(name, stage) for name in _OF_ALGORITHMS for stage in registry.entry(name).stages]
-ROUNDED = [Subject("OneBitAdam", 0, "int4"), Subject("ZeroOneAdam", 1, "int8")]
+ROUNDED = [
+    Subject("OneBitAdam", 0, "int4"),
+    Subject("OneBitAdam", 1, "int4"),
+    Subject("OneBitAdam", 2, "int8"),
+    Subject("OneBitLamb", 1, "int4"),
+    Subject("ZeroOneAdam", 1, "int8"),
+]
 """Those whose warmup rounds what it averages, and keeps what that loses."""
 CODED = [Subject("OneBitAdam", 2, codec="int4"), Subject("OneBitLamb", 1, codec="stat2")]
 """Those that keep packed state through another codec than sign1."""

@@ -26,7 +26,6 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("OneBitAdam", {"compress": "gradient"}, "compress must be"),
     ("OneBitAdam", {"codec": "topk"}, "codec must be"),
     ("OneBitAdam", {"warmup_wire": "fp8"}, "warmup_wire must be"),
-    ("OneBitAdam", {"warmup_wire": "int4", "stage": 2}, "warmup_wire='int4' does not go with stage=2"),
     ("OneBitLion", {"warmup_wire": "bf16"}, "OneBitLion has no warmup"),
     ("OneBitLamb", {"stage": 2}, "stage must be 0 or 1 for OneBitLamb, got 2: once compressed"),
     ("OneBitLamb", {"stage": 3}, "stage must be 0 or 1 for OneBitLamb, got 3: stage 3 shards the model itself"),

@@ -2,6 +2,7 @@
 ends at a fixed step, or once the variance has settled and the learning rate no longer rises."""
 
 import json
+import pickle
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tests.launching import on_threads
 from tests.optim.subject import FREEZE, SUBJECTS, Subject
 from tests.optim.training import make_model, train
+from tests.zero.saved import join, save
 from thinwire.comm import Communicator, threads
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import CodecName
@@ -97,17 +99,18 @@ def test_exact_steps_are_adams(optimizer_class: Any, stage: int, corrects: bool,
 
 
 class RoundedAverage:
-    """The average of all ranks' gradients through a codec, with error feedback on both legs."""
+    """The average of all ranks' gradients through a codec, with error feedback on both legs, or the first alone."""
 
-    def __init__(self, wire: CodecName, ranks: int) -> None:
-        self.codec, self.ranks = make_codec(wire, 64), ranks
+    def __init__(self, wire: CodecName, ranks: int, comes_back: bool) -> None:
+        self.codec, self.ranks, self.comes_back = make_codec(wire, 64), ranks, comes_back
         self.shard = -(-NUMEL // (64 * ranks)) * 64
         self.lost = torch.zeros(ranks + 1, ranks * self.shard)  # by each worker, and by the owners together
 
     def __call__(self, gradients: list[Tensor]) -> Tensor:
         padding = (0, self.ranks * self.shard - NUMEL)
         sent = [self._rounded(one, torch.nn.functional.pad(own, padding)) for one, own in enumerate(gradients)]
-        return self._rounded(self.ranks, torch.stack(sent).mean(0))[:NUMEL]
+        average = torch.stack(sent).mean(0)
+        return (self._rounded(self.ranks, average) if self.comes_back else average)[:NUMEL]
 
     def _rounded(self, who: int, vector: Tensor) -> Tensor:
         wanted = vector + self.lost[who]
@@ -119,16 +122,17 @@ class RoundedAverage:
         return rounded
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 4), (2, 3)])
 @pytest.mark.parametrize("wire", ["int8", "int4"])
-def test_a_rounded_warmup_is_adam_on_what_came_back(wire: CodecName, ranks: int) -> None:
-    """Clipped by the norm of that, and with a loss scale that changes, which residuals follow."""
+def test_a_rounded_warmup_is_adam_on_what_came_back(wire: CodecName, stage: int, ranks: int) -> None:
+    """Clipped by the norm of that, and with a loss scale that changes, which residuals follow. At stages 1 and 2 owners
+    step by what came to them, and weights come back."""
     max_norm, scales = 5.0, [1.0, 1.0, 4.0, 4.0, 0.5, 0.5, 0.5]
 
     def body(comm: Communicator) -> Tensor:
         parameter = torch.nn.Parameter(torch.ones(NUMEL))
         options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "block_size": 64, "freeze_step": 99}
-        optimizer = OneBitAdam([parameter], warmup_wire=wire, max_norm=max_norm, comm=comm, **options)
+        optimizer = OneBitAdam([parameter], warmup_wire=wire, max_norm=max_norm, comm=comm, stage=stage, **options)
         for step, scale in enumerate(scales):
             optimizer.loss_scale = scale
             (parameter * gradient(comm.rank, step) * scale).sum().backward()
@@ -136,11 +140,36 @@ def test_a_rounded_warmup_is_adam_on_what_came_back(wire: CodecName, ranks: int)
             optimizer.zero_grad()
         return parameter.detach().clone()
 
-    average, reference = RoundedAverage(wire, ranks), Reference(corrects=True)
+    average, reference = RoundedAverage(wire, ranks, stage == 0), Reference(corrects=True)
     for step in range(len(scales)):
         came_back = average([gradient(rank, step) for rank in range(ranks)])
         reference.step((came_back * min(1.0, max_norm / (came_back.norm() + 1e-6))).double().numpy())
-    np.testing.assert_allclose(threads.run(body, ranks)[0].numpy(), reference.weights, rtol=5e-6)
+    first, *others = threads.run(body, ranks)
+    np.testing.assert_allclose(first.numpy(), reference.weights, rtol=5e-6)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("there", [0, 1])
+@on_threads(2)
+def test_residuals_of_a_rounded_warmup_cross_stages(comm: Communicator, there: int) -> None:
+    """A worker's go on; stages 1 and 2 have none of owners, and leave or find them zero at stage 0."""
+    first, second = (Subject("OneBitAdam", stage, "int4") for stage in (there, 1 - there))
+    model, optimizer = first.on_model(comm, 3)
+    parts = comm.all_gather_bytes(pickle.dumps(save(comm, optimizer)))
+    resumed, again = second.on_model(comm, 2)
+    again.load(join([pickle.loads(part) for part in parts]))
+    before, after = (
+        {key: one for key, one in found.rank_tensors().items() if key.startswith("warmup_worker")}
+        for found in (optimizer, again)
+    )
+    assert before.keys() == after.keys()
+    assert any(bool(one.any()) for one in before.values())
+    assert all(torch.equal(one, after[key]) for key, one in before.items())
+    owned = [one.tensor for one in again.saved_slices() if one.kind == "warmup_owner_residual"]
+    assert bool(owned) == (there == 1)
+    assert not any(bool(one.any()) for one in owned)
+    losses = train(resumed, again, range(3, FREEZE + 4)), train(model, optimizer, range(3, FREEZE + 4))
+    np.testing.assert_allclose(*losses, rtol=0.05)
 
 
 @pytest.mark.parametrize("corrects", [True, False])

@@ -61,15 +61,14 @@ def test_bytes_of_every_codec(codec) -> None:
     assert two_legs(ethernet(3), PARAMETERS, codec).bytes_sent == threads.run(rank, 3)[0]
 
 
-def test_bytes_of_a_warmup_in_bf16() -> None:
+@pytest.mark.parametrize(
+    ("wire", "stage"), [("bf16", 0), ("bf16", 1), ("int4", 0), ("int4", 1), ("int4", 2), ("int8", 1)]
+)
+def test_bytes_of_a_warmups_wire(wire, stage: int) -> None:
     """On 5 ranks, of which shards are padded."""
-    sent = sent_a_step(
-        lambda model, comm: OneBitAdam(
-            model.parameters(), freeze_step=3, comm=comm, bucket_bytes=BUCKET_BYTES, warmup_wire="bf16"
-        ),
-        5,
-    )
-    phases = predicted(Method("onebit-adam"), 5, warmup_wire="bf16").phases
+    options = {"freeze_step": 3, "bucket_bytes": BUCKET_BYTES, "warmup_wire": wire, "stage": stage}
+    sent = sent_a_step(lambda model, comm: OneBitAdam(model.parameters(), comm=comm, **options), 5)
+    phases = predicted(Method("onebit-adam", stage), 5, warmup_wire=wire, resync_interval=10**9).phases
     assert sent[1] == pytest.approx(phases["warmup"].bytes_sent, rel=0.01)
     assert sent[4] == pytest.approx(phases["frozen"].bytes_sent, rel=0.01)
 

@@ -115,7 +115,7 @@ class Bucket:
         if not self.rounds_averages and (send is not Send.EXACT or self.shards_state):  # nothing is kept between steps
             self.averaging = None
         if self.averaging is None and (self.rounds_averages or send is Send.EXACT):
-            self.averaging = self._wire.exact(self.layout, self.index, self.device)
+            self.averaging = self._wire.exact(self.layout, self.index, self.device, to_owners=self.averages_shards)
         if send is Send.EXACT:
             assert self.averaging is not None
             self.exchange = self.averaging
@@ -126,7 +126,7 @@ class Bucket:
 
     # What a backward does
 
-    overwrites_gradients = False
+    averages_shards = overwrites_gradients = False
 
     @property
     def may_stay(self) -> bool:

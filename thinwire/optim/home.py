@@ -226,7 +226,8 @@ class AlgorithmHome(Home):
         wires = {self._options.warmup_wire, source.counters().get("warmup_wire")}
         if ranks is not None and not frozen and wires <= {*COMPRESSED_WIRES}:
             of_rank |= set() if by_node else {_WARMUP + _WORKER_RESIDUAL}
-            kinds |= set() if isinstance(source, OneRankState) else {_WARMUP + _OWNER_RESIDUAL}
+            two_legs = local or saved["buckets"] is not None  # else owners sent weights
+            kinds |= {_WARMUP + _OWNER_RESIDUAL} if two_legs and not isinstance(source, OneRankState) else set()
         if frozen and PACKED_PRECONDITIONER in source.kinds():
             kinds -= {form.momentum, form.denominators or ""}
             kinds |= {PACKED_MOMENTUM, PRECONDITIONER_LOW, PRECONDITIONER_HIGH}
@@ -298,10 +299,10 @@ def slices(group: FreezeGroup, names: Sequence[str], rank: int) -> list[SavedSli
             for kind, one in (values | group.storage.saved(bucket, run, local and frozen)).items():
                 found.append(SavedSlice(kind, names[run.parameter], run.start, one))
         for prefix, exchange in _with_residuals(group, bucket):
-            assert exchange.owner_residual is not None
-            for run in runs_in(bucket.layout, exchange.owner_place):
-                residual = exchange.owner_residual[run.place]
-                found.append(SavedSlice(prefix + _OWNER_RESIDUAL, names[run.parameter], run.start, residual))
+            if (residual := exchange.owner_residual) is not None:
+                kind = prefix + _OWNER_RESIDUAL
+                for run in runs_in(bucket.layout, exchange.owner_place):
+                    found.append(SavedSlice(kind, names[run.parameter], run.start, residual[run.place]))
     return found
 
 
@@ -346,28 +347,29 @@ def _load_group(
     group.restore()
     for bucket in group.buckets if ranks is not None else ():
         for prefix, exchange in _with_residuals(group, bucket):
-            if not prefix or prefix + _OWNER_RESIDUAL in source.kinds():  # else it was saved with an exact wire
+            if not prefix or source.counters().get("warmup_wire") in COMPRESSED_WIRES:
                 _load_residuals(bucket, exchange, prefix, names, source, ranks or ())
 
 
 def _load_residuals(
     bucket: Bucket, exchange: Exchange, prefix: str, names: Sequence[str], source: SliceSource, ranks: Sequence[int]
 ) -> None:
-    """Take over an owner's residual, and the mean of what `ranks` saved as their own; KeyError where one did not.
+    """Take over an owner's residual, if there are such, and the mean of what `ranks` saved as their own; KeyError where
+    one did not.
 
     The average over ranks of payload + residual, which is what every rank receives, is then what it would have been.
     """
     worker, owner = exchange.worker_residual, exchange.owner_residual
     assert worker is not None
-    assert owner is not None
     for run in runs_in(bucket.layout, exchange.worker_place):
         mean = mean_over_ranks(source, f"{prefix}{_WORKER_RESIDUAL}.{names[run.parameter]}", ranks)
         worker[run.place].copy_(mean[run.start : run.start + run.numel] if len(mean) != run.numel else mean)
-    lost = owner.clone()  # as packets were cut anew
-    for run in runs_in(bucket.layout, exchange.owner_place):
-        owner[run.place].copy_(source.read(prefix + _OWNER_RESIDUAL, names[run.parameter], run.start, run.numel))
-    if lost.any():
-        owner.add_(lost)
+    if owner is not None and (not prefix or prefix + _OWNER_RESIDUAL in source.kinds()):
+        lost = owner.clone()  # as packets were cut anew
+        for run in runs_in(bucket.layout, exchange.owner_place):
+            owner[run.place].copy_(source.read(prefix + _OWNER_RESIDUAL, names[run.parameter], run.start, run.numel))
+        if lost.any():
+            owner.add_(lost)
     if bucket.zero_variance is not None and not prefix:
         exchange.hold_zero(bucket.zero_variance)
 

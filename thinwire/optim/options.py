@@ -68,8 +68,8 @@ class HomeOptions:
         bucket_bytes: bytes of gradients that leave together; None is an eighth of the model, from 4 to 16 MiB, or at
             stages 1 and 2 16 MiB.
         warmup_wire: "fp32" averages the warmup's gradients exactly, "bf16" and "fp16" send half the bytes. "int8" and
-            "int4" send a quarter and an eighth, with error feedback on both legs until the freeze; at stage 0, and for
-            local steps at stage 1.
+            "int4" send a quarter and an eighth, with error feedback until the freeze: on both legs, or where owners
+            send weights, which 1-bit Adam and LAMB do at stages 1 and 2, on the first, at 8 bytes an element.
         nodes: which ranks share a node, where some do: their gradients are added up exactly inside it, and nodes are
             the algorithm's workers. "auto" asks the launcher and the hosts, "flat" takes every rank for a node; else
             the node's number for each rank. At stage 0; sharded state goes between ranks.
@@ -121,11 +121,6 @@ class HomeOptions:
             raise ValueError(f"warmup_wire must be {_listed(get_args(WarmupWire))}, got {self.warmup_wire!r}")
         if self.warmup_wire != "fp32" and not algorithm.freezes:
             raise ValueError(f"{optimizer} has no warmup for warmup_wire={self.warmup_wire!r}: leave it out")
-        if self.warmup_wire in COMPRESSED_WIRES and packs and self.stage:
-            raise ValueError(
-                f"warmup_wire={self.warmup_wire!r} does not go with stage={self.stage}, at which owners send "
-                "weights in the warmup: use stage 0, or 'bf16'"
-            )
         if self.warmup_wire != "fp32" and self.averaging.wire_dtype is not None:
             raise ValueError("warmup_wire and averaging's wire_dtype say the same: give one of them")
         check_interval(self.resync_interval)

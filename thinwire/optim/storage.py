@@ -111,6 +111,10 @@ class Storage(ABC):
 
     # A step
 
+    def average(self, bucket: int) -> Tensor | None:
+        """The averaged gradient that has arrived, of a whole bucket or of this rank's shard; None in no EXACT step."""
+        return self.buckets[bucket].average()
+
     def absorb(self, local: LocalSteps, groups: Sequence[Members], absent: Collection[int], agree: Agreement) -> None:
         """Have an algorithm with local steps take averages into the state, in an EXACT step."""
         local.absorb_owned(groups, self._clock)

@@ -13,7 +13,7 @@ from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.codecs import CastCodec, make_codec
 from thinwire.compress.exchange import EncodePart, Exchange
 from thinwire.compress.hierarchical_exchange import make_exchange
-from thinwire.compress.light_exchanges import LowMemoryExchange, make_exact_exchange
+from thinwire.compress.light_exchanges import ExchangeToOwners, LowMemoryExchange, make_exact_exchange
 from thinwire.compress.packet import write_headers
 from thinwire.compress.packet_layout import shard_numel
 from thinwire.optim.options import COMPRESSED_WIRES, HomeOptions
@@ -47,9 +47,12 @@ class Wire:
         shards = self.ranks if self._links is None else self._links.lanes * self._links.num_nodes
         return shards * shard_numel(layout.numel, shards, layout.block_size)
 
-    def exact(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
-        """Make an average of gradients: exact, or rounded with error feedback through a codec of blocks."""
+    def exact(self, layout: BucketLayout, index: int, device: torch.device, *, to_owners: bool = False) -> Exchange:
+        """Make an average of gradients: exact, or rounded with error feedback through a codec of blocks, and then for
+        all, or `to_owners` alone."""
         codec, rounds = self._exact_codec, self.rounds_averages
+        if to_owners:
+            return ExchangeToOwners(self.comm, layout.numel, codec, bucket=index, device=device)
         if self._links is None and not rounds:
             return make_exact_exchange(self.comm, layout.numel, codec, bucket=index, device=device)
         return make_exchange(

@@ -73,7 +73,7 @@ def _code_for(method: Method, cluster: Cluster, schedule: Schedule, *, steps_giv
         options.append(f"stage={method.stage}")
     if method.entry.freeze_option is not None and (steps_given or method.entry.local_steps):
         options.append(f"{method.entry.freeze_option}={schedule.freeze_step}")
-    if method.entry.freeze_option is not None and not method.stage and schedule.warmup_wire != "fp32":
+    if method.entry.freeze_option is not None and schedule.warmup_wire != "fp32":
         options.append(f'warmup_wire="{schedule.warmup_wire}"')
     if cluster.has_hierarchy and not method.stage and not method.hierarchical:
         options.append('nodes="flat"')

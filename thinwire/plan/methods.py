@@ -149,6 +149,7 @@ class ZeroOneSteps:
 
 WarmupWire = Literal["fp32", "bf16", "int8", "int4"]
 WARMUP_WIRES: tuple[WarmupWire, ...] = get_args(WarmupWire)
+ROUNDED_WIRES = ("int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class Schedule:
     Args:
         steps: of the run.
         warmup: part of the steps before 1-bit Adam freezes, from 0 to 1.
-        warmup_wire: what carries gradients until then at stage 0, and 0/1 Adam's at stage 1.
+        warmup_wire: what carries gradients until then.
         powersgd_start: steps that PowerSGD averages exactly first.
         var_freeze_step: the step after which 0/1 Adam makes local steps; None: `warmup` of all.
         var_update_scaler: updates of the variance after which their interval doubles.

@@ -18,7 +18,7 @@ from thinwire.plan.cluster import (
     inside_nodes,
     two_legs,
 )
-from thinwire.plan.methods import DILOCO, POWERSGD, SHARDED_ADAM, Method, Schedule
+from thinwire.plan.methods import DILOCO, POWERSGD, ROUNDED_WIRES, SHARDED_ADAM, Method, Schedule, WarmupWire
 from thinwire.plan.workload import Matrices, Workload
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, bucket_numel
 
@@ -105,9 +105,9 @@ class _Setting:
             lambda elements: exchange(self.cluster, elements, codec),
         )
 
-    def sharded_gradients(self) -> Buckets:
-        """Gradients sent to their owners, in the weights' dtype."""
-        codec = _EXACT[self.workload.dtype]
+    def sharded_gradients(self, wire: WarmupWire = "fp32") -> Buckets:
+        """Gradients sent to their owners, in the weights' dtype unless a warmup's `wire` is another one."""
+        codec = _EXACT[self.workload.dtype if wire == "fp32" else wire]
         return self.in_sharded_buckets(
             self.workload.element_bytes, lambda elements: two_legs(self.cluster, elements, codec, back=False)
         )
@@ -183,15 +183,16 @@ def _sharded_adam(setting: _Setting) -> list[Phase]:
 
 def _sharded_step(setting: _Setting, share: float, name: str, *, warm: bool = False) -> Phase:
     """Stages 1 and 2: gradients to their owners, who step; then the new weights to all."""
-    gradients = setting.sharded_gradients()
+    wire = setting.schedule.warmup_wire if warm else "fp32"
+    gradients = setting.sharded_gradients(wire)
     return Phase(
         name,
         share,
         gradients,
         setting.adam_seconds,
         after=setting.gathered(setting.workload.element_bytes).total,
-        # Stage 2 keeps no gradients, so that every backward sends its own.
-        backward=gradients if setting.method.stage == 2 else NO_BUCKETS,
+        # Stage 2 keeps no gradients, so that every backward sends its own, unless they are rounded.
+        backward=gradients if setting.method.stage == 2 and wire not in ROUNDED_WIRES else NO_BUCKETS,
         warm=warm,
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.plan.cluster import Cluster, seconds_beside
-from thinwire.plan.methods import DILOCO, Method, Schedule
+from thinwire.plan.methods import DILOCO, ROUNDED_WIRES, Method, Schedule
 from thinwire.plan.phases import Phase, phases
 from thinwire.plan.units import PlanError
 from thinwire.plan.workload import Workload
@@ -27,7 +27,7 @@ def _memory(
     """
     parameters = workload.model.parameters
     if method.entry is not None:
-        rounds = schedule.warmup_wire in ("int8", "int4")
+        rounds = schedule.warmup_wire in ROUNDED_WIRES
         held = _one_bit_state(method.entry, method, workload, cluster, warm=warm, rounds=rounds)
     else:
         held = model_state_formula(method.stage, parameters, cluster.ranks, element_bytes=workload.element_bytes)
@@ -81,7 +81,9 @@ def _one_bit_state(
     if entry.local_steps or entry.freeze_option is None:
         return _half_sharded(entry, parameters, size, ranks, warm=warm)
     if warm:
-        return model_state_formula(method.stage, parameters, ranks, element_bytes=size)
+        held = model_state_formula(method.stage, parameters, ranks, element_bytes=size)
+        owned = {"payload": parameters * _FP32 * 1.0, "average": parameters / ranks * _FP32}
+        return held | owned | {"residuals": owned["payload"]} if rounds else held
     return frozen_state_formula(parameters, ranks, element_bytes=size, fresh_variance=fresh_variance)
 
 

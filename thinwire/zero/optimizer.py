@@ -310,7 +310,9 @@ class _ElementwiseHome(ShardedHome):
 
     def _find_vote(self) -> Vote:
         rounded.check_arrived(self.rounded)
-        return self._vote_on_averages(self.gradients)
+        whole = self._parameters.sharding.stage == 0
+        averages = [one.bucket.shard_of(one.average) if whole else one.average for one in self.gradients if one.filled]
+        return self._vote_on_averages(averages)
 
     @override
     def _vote_on_edited(self) -> Vote:

@@ -18,7 +18,6 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import check_same_on_every_rank
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.gradient_seal import gradient_of
-from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.home import Fragment, Held, Home, ParameterState, ring_bytes
 from thinwire.zero.master_weights import FlatBucket, MasterWeights, ShardedParameters, runs_in
 from thinwire.zero.saved_state import SavedSlice, SliceSource
@@ -247,16 +246,9 @@ class ShardedHome(Home):
             dtype = self._parameters.sharding.averaging.accumulated(self._stand_in.dtype)
             self._stand_in.grad = torch.full_like(self._stand_in, 0.0 if finite else math.inf, dtype=dtype)
 
-    def _vote_on_averages(self, gradients: Sequence[BucketGradients]) -> Vote:
-        """The vote on gradients that were averaged exactly. Collective."""
-        parameters = self._parameters
-        missing = self.watcher.missing
-        whole = parameters.sharding.stage == 0
-        averages = [
-            bucket.shard_of(one.average) if whole else one.average
-            for bucket, one in zip(parameters.buckets, gradients, strict=True)
-            if one.filled
-        ]
+    def _vote_on_averages(self, averages: Sequence[Tensor]) -> Vote:
+        """The vote on averaged gradients, of which this rank gives its shards. Collective."""
+        parameters, missing = self._parameters, self.watcher.missing
         norm, anything_missing = norm_of_averages(
             parameters.exchange_comm, averages, parameters.groups, self.steps, parameters.device, bool(missing)
         )

@@ -122,7 +122,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         if group.send is Send.LOCAL:
             clip_local_step(step, group.buckets)
         elif group.send is Send.EXACT:
-            if not self._storage.gradients:
+            if not self._storage.shards:
                 square = torch.zeros((), dtype=torch.float64, device=self._parameters.device)
                 for bucket, masters in zip(group.buckets, self._parameters.masters, strict=True):
                     own = bucket.exchange.payload[masters.held]
@@ -134,17 +134,20 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
     @override
     def _find_vote(self) -> Vote:
         (group,), step = self.groups, self.in_flight
-        if self._storage.gradients:
-            vote = self._vote_on_averages(self._storage.gradients)
+        if self._storage.shards and group.send is Send.EXACT:
+            if not self._storage.gradients:
+                read_outcomes(step, self.comm, group.buckets)
+            averages = map(self._storage.average, range(len(group.buckets)))
+            vote = self._vote_on_averages(list(filter(torch.is_tensor, averages)))  # of buckets that were sent
             step.norm = vote.norm
             return vote
         if group.send is Send.LOCAL:
             return Vote(True, math.nan, frozenset())
-        found = read_outcomes(step, self.comm, group.buckets)
+        outcome = read_outcomes(step, self.comm, group.buckets)
         absent = self.watcher.left_out
-        if found.incomplete:
+        if outcome.incomplete:
             absent |= self._parameters.agree_on_absent(self.watcher.missing)
-        return Vote(found.finite, step.norm, absent)
+        return Vote(outcome.finite, step.norm, absent)
 
     @override
     def _begin_step(self) -> Vote:
@@ -291,9 +294,7 @@ class _State(BucketParameterState):
 
     @override
     def average(self, bucket: int) -> Tensor | None:
-        if not (gradients := self._group.storage.gradients):
-            return self._group.buckets[bucket].average()
-        return gradients[bucket].average if gradients[bucket].filled else None
+        return self._group.storage.average(bucket)
 
     @override
     def gradients_rewritten(self, bucket: int) -> None:

@@ -28,7 +28,8 @@ from thinwire.zero.saved_state import SliceSource
 class PackedStorage(Storage):
     """ZeRO stages 1 and 2: sharded state until the freeze, packed state from then on.
 
-    In the warmup each rank averages, and steps by, what it owns; the new weights are gathered.
+    In the warmup each rank averages, and steps by, what it owns; the new weights are gathered. What averages exactly
+    are `gradients`; what rounds them, and keeps the residuals of that, are the buckets.
     """
 
     shards = True
@@ -49,8 +50,8 @@ class PackedStorage(Storage):
         self._moving: dict[int, list[Members]] = {}
         self._codes: list[Tensor] = []
         super().__init__(shared, {one.index: one.layout for one in sharded.buckets})
-        self.gradients = averaging_gradients(sharded, seal)
-        self.transports = self.gradients
+        if not shared.wire.rounds_averages:
+            self.gradients = self.transports = averaging_gradients(sharded, seal)
 
     @override
     def _make_bucket(self, index: int, layout: BucketLayout) -> PackedBucket:
@@ -66,14 +67,24 @@ class PackedStorage(Storage):
     # A step
 
     @override
+    def average(self, bucket: int) -> Tensor | None:
+        if not self.gradients:
+            return super().average(bucket)
+        return self.gradients[bucket].average if self.gradients[bucket].filled else None
+
+    @override
     def members(
         self, absent: Collection[int] = (), *, trained: bool = False, state_only: bool = False
     ) -> list[Members]:
         """Cuts of the own shard; in compressed steps the momentum is u before, the averages u after."""
         if self._clock.frozen_at is not None:
             return self._frozen_members(trained)
-        filled = [one for one in self.buckets if self.gradients[one.index].filled or state_only]
-        averages = [one.flat.flat[:0] if state_only else self.gradients[one.index].average.float() for one in filled]
+        filled, averages = [], []
+        for bucket in self.buckets:
+            average = bucket.flat.flat[:0] if state_only else self.average(bucket.index)
+            if average is not None:
+                filled.append(bucket)
+                averages.append(average.float())
         if not state_only:
             averages = bring_beside([one.master_weights for one in filled], averages)
         found: dict[int, list[Members]] = {}
@@ -210,6 +221,7 @@ class PackedStorage(Storage):
     ) -> None:
         assert isinstance(bucket, PackedBucket)
         if not self._clock.frozen:
+            bucket.averaging = None  # and what it has lost
             super().load_state(bucket, names, source, common, ranks)
             return
         read = storage.as_packed(source, self._algorithm.form)
@@ -228,4 +240,6 @@ class PackedStorage(Storage):
             bits = CODE_BITS[name] if name in CODE_BITS else 8 * VALUE_BYTES[name]
             return frozen_state_formula(numel, ranks, element_bytes=size, fresh_variance=added, momentum_bits=bits)
         held, stage = sharded.gradient_bytes, sharded.sharding.stage
-        return model_state_formula(stage, numel, ranks, element_bytes=size, state_bytes=8, gradient_bytes=held)
+        found = model_state_formula(stage, numel, ranks, element_bytes=size, state_bytes=8, gradient_bytes=held)
+        rounds = self._wire.rounds_averages  # from a payload, which becomes the next residual, to the own average
+        return found | ({"gradients": 4.0 * numel * (1 + 1 / ranks), "residuals": 4.0 * numel} if rounds else {})

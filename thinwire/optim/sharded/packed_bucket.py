@@ -19,7 +19,7 @@ from thinwire.compress.kernels.buckets import EncodePackedPayload, MovePacked, P
 from thinwire.compress.kernels.calls import StoreRounded
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.kernels.reference import decode_blocks, encode_decoded
-from thinwire.compress.light_exchanges import LowMemoryExchange
+from thinwire.compress.light_exchanges import ExchangeToOwners, LowMemoryExchange
 from thinwire.compress.packet_layout import CODE_BITS, HEADER_BYTES
 from thinwire.optim import storage
 from thinwire.optim.bucket import Bucket, Shared, part_of
@@ -49,6 +49,8 @@ class PackedBucket(Bucket):
         self.own_momenta: tuple[Tensor, Tensor] | None = None
         self._rank = shared.wire.comm.rank
         self._beside: OwnPackets | None = None
+
+    averages_shards = True
 
     def begin_packed(self, frozen: FrozenState, *, reversible: bool) -> None:
         """Begin the frozen stage, without residuals; momentum and denominators are in `frozen` from now on. One that
@@ -80,10 +82,13 @@ class PackedBucket(Bucket):
 
     @override
     def prepare(self, send: Send) -> None:
+        """In a warmup whose averages are exact nothing: see `PackedStorage.gradients`."""
         self.send = send
         self._holds_gradients = True
         if send is not Send.EXACT:
-            self.exchange = self._legs
+            self.exchange, self.averaging, self.rounds_averages = self._legs, None, False
+        elif self._wire.rounds_averages:
+            super().prepare(send)
 
     # What a backward does
 
@@ -103,6 +108,11 @@ class PackedBucket(Bucket):
 
     @override
     def wait(self) -> None:
+        if isinstance(self.sent, ExchangeToOwners):
+            self._average = self.sent.average_of_own
+            if self._step.divide_first != 1.0:
+                self._average.mul_(self._step.divide_first)
+            return
         self._legs.wait()
         if self._beside is not None:
             self._beside.bring(self._legs.arrived(self._rank))
@@ -149,8 +159,10 @@ class PackedBucket(Bucket):
     @override
     @torch.no_grad()
     def receive(self) -> None:
-        """Take the new u over, and the residuals of this step; exact averages lie elsewhere."""
+        """Take the new u over, and the residuals of this step; averages stay where they are."""
         if self.send is Send.EXACT:
+            if self._average is not None:
+                self.exchange.commit()
             return
         before = self.own_momentum() if self._algorithm.form.update is None else None
         if self.sent is None:
