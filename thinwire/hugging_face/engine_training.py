@@ -65,14 +65,11 @@ class EngineTraining:
 
     def check_given(self, optimizer: Any, schedule: Any, optimizer_class: Any) -> None:
         """Raise ValueError where an optimizer or a schedule is given to the Trainer and in the configuration too."""
-        if self.config.names_optimizer and (optimizer is not None or optimizer_class is not None):
+        optimizers = self.config.names_optimizer and (optimizer is not None or optimizer_class is not None)
+        if optimizers or (self.config.names_schedule and schedule is not None):
+            several, section = ("optimizers", "optimizer") if optimizers else ("schedules", "scheduler")
             raise ValueError(
-                'there are two optimizers: one passed to the Trainer, and the "optimizer" section of thinwire_config. '
-                "Remove one of them"
-            )
-        if self.config.names_schedule and schedule is not None:
-            raise ValueError(
-                'there are two schedules: one passed to the Trainer, and the "scheduler" section of thinwire_config. '
+                f'there are two {several}: one passed to the Trainer, and the "{section}" section of thinwire_config. '
                 "Remove one of them"
             )
         kind = type(optimizer) if optimizer is not None else optimizer_class

@@ -55,18 +55,18 @@ class Phase:
     overlap: float = 0.0
 
 
-def phases(method: Method, workload: Workload, cluster: Cluster, schedule: Schedule) -> list[Phase]:
-    """The phases of a run with `method`, of which the shares add up to 1; those that no step is in are left out."""
-    make = _MAKERS.get(method.algorithm)
-    if method.entry is not None:
-        make = _local_steps if method.entry.local_steps else _one_bit
-    assert make is not None, method
-    everything = make(_Setting(method, workload, cluster, schedule))
-    return [phase for phase in everything if phase.share > 0]
+def phases(setting: Setting) -> list[Phase]:
+    """The phases of a run, of which the shares add up to 1; those that no step is in are left out."""
+    entry = setting.method.entry
+    own = _local_steps if entry is not None and entry.local_steps else _one_bit
+    make = own if entry is not None else _MAKERS[setting.method.algorithm]
+    return [phase for phase in make(setting) if phase.share > 0]
 
 
 @dataclass(frozen=True)
-class _Setting:
+class Setting:
+    """A run: `workload` on `cluster` with `method` over `schedule`."""
+
     method: Method
     workload: Workload
     cluster: Cluster
@@ -74,6 +74,7 @@ class _Setting:
 
     @property
     def parameters(self) -> int:
+        """Elements that are trained."""
         return self.workload.model.parameters
 
     @property
@@ -128,7 +129,7 @@ class _Setting:
         return self.gathered(self.workload.element_bytes).total * (1 / self.schedule.resync_interval)
 
 
-def _ddp(setting: _Setting) -> list[Phase]:
+def _ddp(setting: Setting) -> list[Phase]:
     size = setting.workload.element_bytes
     wire_bytes = 2 if setting.method.algorithm == "ddp-bf16" else size
     cast_bytes = CAST_BYTES if wire_bytes < size else 0
@@ -141,7 +142,7 @@ def _ddp(setting: _Setting) -> list[Phase]:
     return [Phase("every step", 1.0, buckets, setting.adam_seconds)]
 
 
-def _powersgd(setting: _Setting) -> list[Phase]:
+def _powersgd(setting: Setting) -> list[Phase]:
     share = min(1.0, setting.schedule.powersgd_start / setting.schedule.steps)
     (exact,) = _ddp(setting)
     model = setting.workload.model
@@ -156,7 +157,7 @@ def _powersgd(setting: _Setting) -> list[Phase]:
     ]
 
 
-def _low_rank_cost(setting: _Setting, matrices: Sequence[Matrices], elements: int, buckets: int) -> Cost:
+def _low_rank_cost(setting: Setting, matrices: Sequence[Matrices], elements: int, buckets: int) -> Cost:
     """One of `buckets` that hold `matrices`, `elements` with the vectors: what is sent whole, then one factor, then
     the other, which is made of what the first gave."""
     assert setting.method.rank is not None
@@ -172,7 +173,7 @@ def _low_rank_cost(setting: _Setting, matrices: Sequence[Matrices], elements: in
     return cost
 
 
-def _sharded_adam(setting: _Setting) -> list[Phase]:
+def _sharded_adam(setting: Setting) -> list[Phase]:
     if setting.method.stage < 3:
         return [_sharded_step(setting, 1.0, "every step")]
     # Weights come as layers run, in forward and again in backward.
@@ -181,7 +182,7 @@ def _sharded_adam(setting: _Setting) -> list[Phase]:
     return [Phase("every step", 1.0, both, setting.adam_seconds, forward=weights, backward=both)]
 
 
-def _sharded_step(setting: _Setting, share: float, name: str, *, warm: bool = False) -> Phase:
+def _sharded_step(setting: Setting, share: float, name: str, *, warm: bool = False) -> Phase:
     """Stages 1 and 2: gradients to their owners, who step; then the new weights to all."""
     wire = setting.schedule.warmup_wire if warm else "fp32"
     gradients = setting.sharded_gradients(wire)
@@ -197,7 +198,7 @@ def _sharded_step(setting: _Setting, share: float, name: str, *, warm: bool = Fa
     )
 
 
-def _one_bit(setting: _Setting) -> list[Phase]:
+def _one_bit(setting: Setting) -> list[Phase]:
     """What freezes once, and then, or from the first step on, sends one bit an element in every step."""
     entry = setting.method.entry
     assert entry is not None
@@ -213,7 +214,7 @@ def _one_bit(setting: _Setting) -> list[Phase]:
     return [warm, replace(frozen, share=1 - share)]
 
 
-def _local_steps(setting: _Setting) -> list[Phase]:
+def _local_steps(setting: Setting) -> list[Phase]:
     steps, total = setting.schedule.zero_one_steps(), setting.schedule.steps
     adam, local_update = setting.adam_seconds, setting.pass_seconds(_LOCAL_STEP_BYTES)
     exact, one_bit = setting.exchanged(_EXACT[setting.schedule.warmup_wire]), setting.exchanged("sign1")
@@ -229,7 +230,7 @@ def _local_steps(setting: _Setting) -> list[Phase]:
     ]
 
 
-def _local_updates(setting: _Setting) -> list[Phase]:
+def _local_updates(setting: Setting) -> list[Phase]:
     """DiLoCo: each fragment takes an outer step once in `every` steps; `workers` are ranks, or nodes that average their
     gradients exactly inside."""
     outer, cluster = setting.schedule.outer, setting.cluster
@@ -252,7 +253,7 @@ def _local_updates(setting: _Setting) -> list[Phase]:
     return [replace(local, share=1 - share), step]
 
 
-_MAKERS: dict[str, Callable[[_Setting], list[Phase]]] = {
+_MAKERS: dict[str, Callable[[Setting], list[Phase]]] = {
     "ddp-fp32": _ddp,
     "ddp-bf16": _ddp,
     POWERSGD: _powersgd,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.plan.cluster import Cluster, seconds_beside
 from thinwire.plan.methods import DILOCO, ROUNDED_WIRES, Method, Schedule
-from thinwire.plan.phases import Phase, phases
+from thinwire.plan.phases import Phase, Setting, phases
 from thinwire.plan.units import PlanError
 from thinwire.plan.workload import Workload
 from thinwire.zero.bucket_layout import frozen_state_formula, model_state_formula
@@ -18,21 +18,19 @@ from thinwire.zero.bucket_layout import frozen_state_formula, model_state_formul
 _FP32 = 4
 
 
-def _memory(
-    method: Method, workload: Workload, cluster: Cluster, schedule: Schedule, *, warm: bool
-) -> dict[str, float]:
+def _memory(setting: Setting, *, warm: bool) -> dict[str, float]:
     """Bytes a rank holds between two steps, by category; `warm` before a 1-bit optimizer freezes.
 
     DDP keeps gradients twice, in buckets too; PowerSGD an error as large as the model, and its factors.
     """
-    parameters = workload.model.parameters
+    method, workload, parameters = setting.method, setting.workload, setting.parameters
     if method.entry is not None:
-        rounds = schedule.warmup_wire in ROUNDED_WIRES
-        held = _one_bit_state(method.entry, method, workload, cluster, warm=warm, rounds=rounds)
+        held = _one_bit_state(setting, method.entry, warm=warm)
     else:
-        held = model_state_formula(method.stage, parameters, cluster.ranks, element_bytes=workload.element_bytes)
+        ranks = setting.cluster.ranks
+        held = model_state_formula(method.stage, parameters, ranks, element_bytes=workload.element_bytes)
         if method.algorithm == DILOCO:
-            held |= _outer_state(method, workload, cluster, schedule)
+            held |= _outer_state(setting)
         elif not method.stage:
             held["buckets"] = parameters * workload.element_bytes
     if method.rank is not None:
@@ -43,26 +41,26 @@ def _memory(
     return held
 
 
-def _outer_state(method: Method, workload: Workload, cluster: Cluster, schedule: Schedule) -> dict[str, float]:
+def _outer_state(setting: Setting) -> dict[str, float]:
     """Beside what a worker trains with: outer weights, the owner's part of their momentum, what codecs have lost, and a
     fragment in flight."""
-    parameters, workers, outer = workload.model.parameters, method.workers(cluster), schedule.outer
-    inside = cluster.ranks_per_node if method.hierarchical else 1
+    method, parameters, outer = setting.method, setting.parameters, setting.schedule.outer
+    workers = method.workers(setting.cluster)
+    inside = setting.cluster.ranks_per_node if method.hierarchical else 1
     owned = parameters / (workers * inside)
     held = {"outer weights": parameters * _FP32 * 1.0, "outer momentum": owned * _FP32}
     if workers > 1:
-        held["under way"] = parameters * _FP32 / outer.fragments_of(workload.model)
+        held["under way"] = parameters * _FP32 / outer.fragments_of(setting.workload.model)
         if outer.codec != "none":
             kept = _FP32 if method.hierarchical else _FP32 / 2
             held["residuals"] = parameters / inside * kept + owned * _FP32
     return held
 
 
-def _one_bit_state(
-    entry: OptimizerEntry, method: Method, workload: Workload, cluster: Cluster, *, warm: bool, rounds: bool
-) -> dict[str, float]:
-    """`rounds`: whether the warmup's wire keeps residuals, as compressed steps do."""
-    parameters, size, ranks = workload.model.parameters, workload.element_bytes, cluster.ranks
+def _one_bit_state(setting: Setting, entry: OptimizerEntry, *, warm: bool) -> dict[str, float]:
+    method, cluster = setting.method, setting.cluster
+    parameters, size, ranks = setting.parameters, setting.workload.element_bytes, cluster.ranks
+    rounds = setting.schedule.warmup_wire in ROUNDED_WIRES  # which keep residuals, as compressed steps do
     # What scales whole layers has a second variance, which follows the frozen one.
     fresh_variance = not entry.elementwise
     if method.stage == 0:
@@ -172,12 +170,12 @@ def predict(workload: Workload, cluster: Cluster, method: Method, schedule: Sche
             backward_seconds=times * workload.backward_seconds,
             update_seconds=None if workload.update_seconds is None else times * workload.update_seconds,
         )
-    run = schedule or Schedule()
-    parts = phases(method, workload, cluster, run)
+    setting = Setting(method, workload, cluster, schedule or Schedule())
+    parts = phases(setting)
     steps = [_step(phase, workload, cluster) for phase in parts]
     shares = [phase.share for phase in parts]
     steady_shares = [0.0 if phase.warm else phase.share for phase in parts]
-    held = [_memory(method, workload, cluster, run, warm=phase.warm) for phase in parts]
+    held = [_memory(setting, warm=phase.warm) for phase in parts]
     return Prediction(
         method,
         _average(steps, shares),

@@ -18,8 +18,8 @@ from thinwire.sparse_attn.kernels.cpu.tiles import (
     LARGEST_TILE,
     LOG2_E,
     LOWEST,
+    Dropout,
     Floats,
-    HeadDropout,
     Integers,
     Rows,
     Scores,
@@ -110,7 +110,7 @@ def _soften(
     largest: Floats,
     total: Floats,
     factor: Floats,
-    dropout: HeadDropout,
+    dropout: Dropout,
 ) -> None:
     """Scores to powers relative to the largest so far; `factor` is what earlier powers have to be multiplied by."""
     lanes = tile.lanes
@@ -230,7 +230,7 @@ def _differentiate(
     count: int,
     shift: Floats,
     delta: Floats,
-    dropout: HeadDropout,
+    dropout: Dropout,
 ) -> None:
     """Scores to probabilities as the output has them, dropped ones 0; their gradients to those of the scores."""
     zero, nothing = floats.broadcast(_ZERO), floats.broadcast(-_INFINITY)

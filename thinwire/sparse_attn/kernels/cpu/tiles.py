@@ -39,10 +39,10 @@ class Blocks(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """Each head's key of the hash, none where nothing is dropped, the smallest hash that is kept, and the factor of
-    what is kept."""
+    """Each head's key of the hash, or in `Head` that one's; the smallest hash that is kept, 0 where nothing is dropped;
+    and the factor of what is kept."""
 
-    head_keys: NDArray[np.uint32]
+    keys: Any
     threshold: np.uint32
     kept: np.float32
 
@@ -58,14 +58,6 @@ class Scores(NamedTuple):
     scale: np.float32
 
 
-class HeadDropout(NamedTuple):
-    """`Dropout` of one head; a threshold of 0 drops nothing."""
-
-    key: np.uint32
-    threshold: np.uint32
-    kept: np.float32
-
-
 class Head(NamedTuple):
     """What of `Scores` is about one head of one sample: its rows of blocks, its biases, both empty where there is none,
     and its dropout."""
@@ -73,7 +65,7 @@ class Head(NamedTuple):
     row_offsets: Integers
     key_bias: Floats
     bias: Matrix
-    dropout: HeadDropout
+    dropout: Dropout
 
 
 class Tile(NamedTuple):
@@ -124,13 +116,13 @@ def head_of(scores: Scores, batch: int, head: int) -> Head:
         key_bias = key_bias[batch * scores.sizes.keys : (batch + 1) * scores.sizes.keys]
     if pairs.size:
         pairs = pairs[batch * biases.batch + head * biases.head :]
-    if dropout.head_keys.size:
-        key = dropout.head_keys[batch * scores.sizes.heads + head]
+    if dropout.keys.size:
+        key = dropout.keys[batch * scores.sizes.heads + head]
     return Head(
         blocks.row_offsets[first_row : first_row + blocks.num_rows + 1],
         key_bias,
         Matrix(pairs, biases.row, biases.column),
-        HeadDropout(key, dropout.threshold, dropout.kept),
+        Dropout(key, dropout.threshold, dropout.kept),
     )
 
 
@@ -248,9 +240,9 @@ def mix(word: Any) -> Any:
 
 
 @helper
-def drop(values: Any, first_query: int, key: int, dropout: HeadDropout) -> Any:
+def drop(values: Any, first_query: int, key: int, dropout: Dropout) -> Any:
     """Sixteen consecutive queries' values for one key: 0 where dropout drops, `kept` times the value elsewhere."""
-    row_keys = mix(integers.add(integers.broadcast(dropout.key), integers.lanes(np.uint32(first_query))))
+    row_keys = mix(integers.add(integers.broadcast(dropout.keys), integers.lanes(np.uint32(first_query))))
     column = integers.broadcast(np.uint32(np.uint32(key) * _GOLDEN))
     dropped = integers.below(mix(integers.bit_xor(row_keys, column)), integers.broadcast(dropout.threshold))
     return floats.select(dropped, floats.broadcast(_ZERO), floats.multiply(values, floats.broadcast(dropout.kept)))
