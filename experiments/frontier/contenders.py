@@ -41,7 +41,7 @@ class Contender:
         return PARENTS.get(self.optimizer, self.optimizer.removeprefix("sharded-")) if outer is None else outer.parent
 
 
-_EXACT, _ONE_BIT = "#5b6572", "#d1495b"
+_EXACT, _ONE_BIT, _MUON = "#5b6572", "#d1495b", "#6a4c93"
 _BY_INTERVAL = {10: "#2b6ca3", 30: "#00798c"}
 _BY_CODEC = {"none": "o", "int4": "D", "stat2": "v"}
 
@@ -53,6 +53,11 @@ def _plain(optimizer: str, colour: str, marker: str, beside: str | None = BASELI
 def _one_bit(marker: str, what: str, **options: str) -> Contender:
     label = f"{OPTIMIZERS['onebit-adam'].label}, {what}"
     return Contender("onebit-adam", label, _ONE_BIT, marker, options, "onebit-adam")
+
+
+def _muon(marker: str, what: str, *codec: str) -> Contender:
+    label = f"{OPTIMIZERS['onebit-muon'].label}, {what}"
+    return Contender("onebit-muon", label, _MUON, marker, {"codec": codec}, "muon")
 
 
 def _sharded(label: str, marker: str, **options: Any) -> Contender:
@@ -86,6 +91,11 @@ CONTENDERS = {
     "zero-one-adam": _plain("zero-one-adam", "#edae49", "o"),
     "onebit-lamb": _plain("onebit-lamb", _ONE_BIT, "s", "lamb"),
     "onebit-lion": _plain("onebit-lion", _ONE_BIT, "^", "lion"),
+    "muon": _plain("muon", _MUON, "o"),
+    "onebit-muon-sign1": _muon("s", "sign1", "sign1", "sign1"),
+    "onebit-muon-stat2": _muon("v", "stat2", "stat2", "stat2"),
+    "onebit-muon-stat2-sign1": _muon("^", "stat2 + sign1", "stat2", "sign1"),
+    "onebit-muon-int4": _muon("D", "int4", "int4", "int4"),
     **DILOCO,
     "diloco-30-plain": Contender(
         "plain-diloco", "DiLoCo, 30 steps, by hand", "#8f6bb3", "P", {"every": 30}, "diloco-30-none"

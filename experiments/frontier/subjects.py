@@ -31,6 +31,7 @@ RECIPES = {
     "lamb": Recipe(0.01),
     # As its authors advise; its default β₂ remembers 100 steps, which is long beside these runs.
     "lion": Recipe(0.1, {"betas": (0.9, 0.95)}),
+    "muon": Recipe(0.01),
 }
 
 
@@ -92,13 +93,17 @@ class Subject:
 
 
 _IMAGES_A_WORKER = 16
+_OF_ALL = {"lamb": (1e-2, 2e-2, 4e-2), "lion": (5e-4, 1e-3, 2e-3)}
+_RATES_OF_DIGITS = {"adamw": (1e-3, 2e-3, 4e-3), **_OF_ALL, "muon": (2e-3, 4e-3, 8e-3)}
+_RATES_OF_TEXT = {"adamw": (2.5e-3, 5e-3, 1e-2), **_OF_ALL, "muon": (5e-3, 1e-2, 2e-2)}
+_MUONS = tuple(name for name in CONTENDERS if name.startswith(("muon", "onebit-muon")))
 
 SUBJECTS = {
     "digits": Subject(
         "A convolutional network of 85 K parameters learns handwritten digits, 16 images a worker a step",
         "validation loss (nats an image)",
         600,
-        {"adamw": (1e-3, 2e-3, 4e-3), "lamb": (1e-2, 2e-2, 4e-2), "lion": (5e-4, 1e-3, 2e-3)},
+        _RATES_OF_DIGITS,
         tuple(CONTENDERS),
         (2, 4),
         None,
@@ -108,7 +113,7 @@ SUBJECTS = {
         "4 windows of 64 a worker a step",
         "validation loss (nats a character)",
         480,
-        {"adamw": (2.5e-3, 5e-3, 1e-2), "lamb": (1e-2, 2e-2, 4e-2), "lion": (5e-4, 1e-3, 2e-3)},
+        _RATES_OF_TEXT,
         tuple(CONTENDERS),
         (2, 4),
         (CharacterModelSize(layers=2, width=128, heads=2, length=64), 4),
@@ -118,8 +123,8 @@ SUBJECTS = {
         "4 windows of 64 a worker a step",
         "validation loss (nats a character)",
         400,
-        {"adamw": (1e-3, 2e-3, 4e-3)},
-        (BASELINE, *DILOCO),
+        {"adamw": (1e-3, 2e-3, 4e-3), "muon": (2.5e-3, 5e-3, 1e-2)},
+        (BASELINE, *_MUONS, *DILOCO),
         (2,),
         (CharacterModelSize(layers=4, width=256, heads=4, length=64), 4),
     ),

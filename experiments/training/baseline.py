@@ -9,9 +9,9 @@ import torch
 
 from experiments.training.lamb import Lamb
 from thinwire.comm import Communicator
-from thinwire.optim import Lion
+from thinwire.optim import Lion, Muon
 
-__all__ = ["Averaged", "AveragedAdamW", "AveragedLamb", "AveragedLion"]
+__all__ = ["Averaged", "AveragedAdamW", "AveragedLamb", "AveragedLion", "AveragedMuon"]
 
 
 class Averaged(torch.optim.Optimizer):
@@ -69,4 +69,13 @@ class AveragedLion(Lion, Averaged):
     def __init__(self, params: Iterable[Any], comm: Communicator, **options: Any) -> None:
         """Takes what `Lion` takes, and the communicator to average over."""
         super().__init__(params, **options)
+        self.average_over(comm)
+
+
+class AveragedMuon(Muon, Averaged):
+    """Muon on averaged gradients, at rates that suit AdamW."""
+
+    def __init__(self, params: Iterable[Any], comm: Communicator, **options: Any) -> None:
+        """Takes what `thinwire.optim.Muon` takes, and the communicator to average over."""
+        super().__init__(params, **{"adjust_lr_fn": "match_rms_adamw"} | options)
         self.average_over(comm)

@@ -15,6 +15,7 @@ from experiments.training.plans import Plan
 from thinwire import initialize
 from thinwire.comm import Communicator
 from thinwire.engine import Engine, load_config
+from thinwire.optim.exact import mark_matrices
 
 __all__ = ["EngineLearner", "Learner", "LoopLearner", "in_evaluation", "parameter_groups"]
 
@@ -59,6 +60,7 @@ class LoopLearner:
 
     def __init__(self, model: nn.Module, plan: Plan, optimizer: str, comm: Communicator, **options: Any) -> None:
         """Builds one of `OPTIMIZERS` over all ranks of `comm`, as the plan and `options` say. Collective."""
+        mark_matrices(model.named_parameters(), model)
         self.module = model
         self._compressed = COMPRESSED.get(optimizer)
         self._has_outer_weights = optimizer in OUTER

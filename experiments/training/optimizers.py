@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 import thinwire
-from experiments.training.baseline import Averaged, AveragedAdamW, AveragedLamb, AveragedLion
+from experiments.training.baseline import Averaged, AveragedAdamW, AveragedLamb, AveragedLion, AveragedMuon
 from experiments.training.plain_diloco import PlainDiLoCo
 from experiments.training.plans import Plan
 from thinwire.comm import Communicator
@@ -95,6 +95,7 @@ EXACT = {
     "adamw": Exact("AdamW", "AdamW", "#5b6572", AveragedAdamW),
     "lamb": Exact("Lamb", "LAMB", "#5b6572", AveragedLamb),
     "lion": Exact("Lion", "Lion", "#2b6ca3", AveragedLion),
+    "muon": Exact("Muon", "Muon", "#6a4c93", AveragedMuon),
 }
 
 _NAMES = {exact.class_name: name for name, exact in EXACT.items()}
@@ -112,6 +113,7 @@ COMPRESSED = {
     "zero-one-adam": _compressed("ZeroOneAdam", "0/1 Adam", "#edae49"),
     "onebit-lamb": _compressed("OneBitLamb", "1-bit LAMB", "#00798c"),
     "onebit-lion": _compressed("OneBitLion", "1-bit Lion", "#d1495b"),
+    "onebit-muon": _compressed("OneBitMuon", "1-bit Muon", "#6a4c93"),
 }
 """Names on command lines and in results, and thinwire's optimizers."""
 

@@ -70,6 +70,8 @@ def find_recipe(
         if section is None:
             return None
         if section.type in registry.NAMES:
+            if section.type == "OneBitMuon":
+                mark_matrices(model.named_parameters(), model)
             return Recipe(parameters, registry.entry(section.type), dict(section.params))
         if not is_local_updates(section.type):
             return Recipe(parameters, *_uncompressed(section, model))
@@ -88,7 +90,7 @@ def _uncompressed(section: OptimizerConfig, model: nn.Module) -> tuple[Optimizer
     """The class that a section names, one that sends gradients exactly, and its options."""
     options = dict(section.params)
     if section.type == "Muon":
-        mark_matrices(model.named_parameters())
+        mark_matrices(model.named_parameters(), model)
     if section.type in UNCORRECTED and not options.pop("bias_correction", True):
         return UNCORRECTED[section.type], options
     return uncompressed_class(section.type), options

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
@@ -319,8 +319,11 @@ def is_hidden_matrix(parameter: Tensor, name: str = "") -> bool:
     return bool(getattr(parameter, "use_muon", parameter.dim() >= 2 and not _NOT_HIDDEN.search(name)))
 
 
-def mark_matrices(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Set the attribute `use_muon` of parameters that have none, by their names and dimensions."""
+def mark_matrices(named: Iterable[tuple[str, Tensor]], model: nn.Module | None = None) -> None:
+    """Set the attribute `use_muon` of parameters that have none, by names and dimensions, and the `model`'s modules."""
+    for module in () if model is None else model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and not hasattr(module.weight, "use_muon"):
+            module.weight.use_muon = False  # type: ignore[assignment]
     for name, parameter in named:
         parameter.use_muon = is_hidden_matrix(parameter, name)  # type: ignore[attr-defined]
 
