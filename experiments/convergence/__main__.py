@@ -34,8 +34,7 @@ _NAME = "convergence"
 _DEFAULT_RANKS = 4
 _DEFAULT_OPTIMIZERS = tuple(one for one in PARENTS if one != "onebit-lion")
 """1-bit Lion has a study of its own, `experiments.lion`: at the rate that Lion has here text is not learned."""
-_RATES_TO_TRY = {"adamw": (5e-4, 1e-3, 2e-3), "lamb": (3e-3, 1e-2, 3e-2), "lion": (1e-4, 3e-4, 1e-3, 3e-3)}
-_RATES_TO_TRY["muon"] = (2e-3, 5e-3, 1e-2)
+_RATES_TO_TRY = {
     "adamw": (5e-4, 1e-3, 2e-3),
     "lamb": (3e-3, 1e-2, 3e-2),
     "lion": (1e-4, 3e-4, 1e-3, 3e-3),

@@ -102,7 +102,7 @@ def test_every_optimizer_of_the_registry(algorithm: str, stage: int, dtype) -> N
     def rank(comm: Communicator) -> tuple[list[int], list[int]]:
         model = make_model()
         options = {"comm": comm, "stage": stage, "bucket_bytes": BUCKET_BYTES, "param_dtype": param_dtype, **freeze}
-        optimizer = entry.load()(model.parameters(), **options)
+        optimizer = entry.load()(model.named_parameters(), **options)
         sent, held = [optimizer.bytes_sent], []
         for _ in range(6):
             model(torch.randn(7, WIDTH, dtype=param_dtype)).float().square().mean().backward()

@@ -323,7 +323,7 @@ def mark_matrices(named: Iterable[tuple[str, Tensor]], model: nn.Module | None =
     """Set the attribute `use_muon` of parameters that have none, by names and dimensions, and the `model`'s modules."""
     for module in () if model is None else model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and not hasattr(module.weight, "use_muon"):
-            module.weight.use_muon = False  # type: ignore[assignment]
+            module.weight.use_muon = False  # type: ignore[attr-defined]
     for name, parameter in named:
         parameter.use_muon = is_hidden_matrix(parameter, name)  # type: ignore[attr-defined]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.plan.cluster import Cluster
-from thinwire.plan.methods import DILOCO, POWERSGD, SHARDED_ADAM, Method, OuterSchedule, Schedule
+from thinwire.plan.methods import DILOCO, ONEBIT_MUON, POWERSGD, SHARDED_ADAM, Method, OuterSchedule, Schedule
 from thinwire.plan.prediction import Prediction, StepPrediction, predict
 from thinwire.plan.recommendation import (
     BASELINE,
@@ -75,6 +75,9 @@ def _code_for(method: Method, cluster: Cluster, schedule: Schedule, *, steps_giv
         options.append(f"{method.entry.freeze_option}={schedule.freeze_step}")
     if method.entry.freeze_option is not None and schedule.warmup_wire != "fp32":
         options.append(f'warmup_wire="{schedule.warmup_wire}"')
+    if method.algorithm == ONEBIT_MUON:
+        options.append(f'codec="{schedule.muon_codec}"')
+        return f"thinwire.{method.entry.name}(model.named_parameters(), {', '.join(options)})"
     if cluster.has_hierarchy and not method.stage and not method.hierarchical:
         options.append('nodes="flat"')
     return f"thinwire.{method.entry.name}(model.parameters(), {', '.join(options)})"

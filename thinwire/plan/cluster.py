@@ -250,14 +250,23 @@ _SUM_BYTES = 4  # an owner reads every rank's fp32 and keeps the sum in its cach
 CAST_BYTES = 12  # fp32 to 16 bits and back
 
 
-def two_legs(cluster: Cluster, elements: int, codec: CodecName, *, back: bool = True) -> Cost:
-    """The exchange of all ranks: packets to the owners, and with `back` their average to everybody."""
+def to_owners(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
+    """The first leg of the exchange of all ranks: packets to the owners, who average them."""
     shard = shard_numel(elements, cluster.ranks, DEFAULT_BLOCK_SIZE)
-    packet = codec_packet_bytes(codec, shard)
-    cost = everywhere(cluster, "all_to_all", cluster.ranks * packet)
-    if back:
-        cost += everywhere(cluster, "all_gather", packet)
-    return cost + Cost(_codec_seconds(cluster.processor, codec, elements, shard, cluster.ranks, back=back))
+    cost = everywhere(cluster, "all_to_all", cluster.ranks * codec_packet_bytes(codec, shard))
+    return cost + Cost(_averaging_seconds(cluster.processor, codec, elements, shard, cluster.ranks))
+
+
+def from_owners(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
+    """The second: what owners have goes to everybody."""
+    shard = shard_numel(elements, cluster.ranks, DEFAULT_BLOCK_SIZE)
+    cost = everywhere(cluster, "all_gather", codec_packet_bytes(codec, shard))
+    return cost + Cost(_spreading_seconds(cluster.processor, codec, elements, shard))
+
+
+def two_legs(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
+    """The exchange of all ranks: packets to the owners, and their average to everybody."""
+    return to_owners(cluster, elements, codec) + from_owners(cluster, elements, codec)
 
 
 def hierarchical_exchange(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
@@ -270,21 +279,23 @@ def hierarchical_exchange(cluster: Cluster, elements: int, codec: CodecName) -> 
     cost += _between_nodes(cluster, "all_gather", packet)
     cost += inside_nodes(cluster, "all_gather", 4 * local)
     sums = local * cluster.ranks_per_node * _SUM_BYTES / cluster.processor.memory
-    return cost + Cost(sums + _codec_seconds(cluster.processor, codec, local, shard, cluster.nodes, back=True))
+    sums += _averaging_seconds(cluster.processor, codec, local, shard, cluster.nodes)
+    return cost + Cost(sums + _spreading_seconds(cluster.processor, codec, local, shard))
 
 
-def _codec_seconds(
-    processor: Processor, codec: CodecName, elements: int, shard: int, owners: int, *, back: bool
-) -> float:
-    """Encode all, average what came to the own shard; on the way back encode the shard and decode all."""
+def _averaging_seconds(processor: Processor, codec: CodecName, elements: int, shard: int, owners: int) -> float:
+    """Encode all, and average what came to the own shard."""
     if codec not in CODE_BITS:
         sums = owners * shard * _SUM_BYTES / processor.memory
         return sums + (elements * CAST_BYTES / processor.memory if codec != "none" else 0.0)
     # At the rates of sign1, which the probe measures.
     seconds = elements / processor.encode + owners * shard / processor.average
-    if back:
-        seconds += shard / processor.encode + elements / processor.decode
     return elements * _FILL_BYTES / processor.memory + seconds
+
+
+def _spreading_seconds(processor: Processor, codec: CodecName, elements: int, shard: int) -> float:
+    """Encode the own shard, and decode all."""
+    return shard / processor.encode + elements / processor.decode if codec in CODE_BITS else 0.0
 
 
 # Overlap: buckets leave as their gradients complete

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from thinwire.compress.packet_layout import CODE_BITS
 from thinwire.plan.answer import as_answer, as_json, as_table, draw_plan
 from thinwire.plan.cluster import Cluster, Link, Processor
 from thinwire.plan.measure import measure_script
@@ -102,6 +103,8 @@ def _add_run(run: argparse._ArgumentGroup) -> None:
     run.add_argument("--fragments", type=int, help="DiLoCo's; by default one for every three layers")
     run.add_argument("--outer-overlap", type=int, default=outer.overlap, help="steps that a fragment is in flight")
     run.add_argument("--outer-codec", choices=CODECS, default=outer.codec, help=f"by default {outer.codec}")
+    codec = defaults.muon_codec
+    run.add_argument("--muon-codec", choices=CODE_BITS, default=codec, help=f"1-bit Muon's, by default {codec}")
     run.add_argument("--bucket", metavar="SIZE", help="of thinwire's optimizers, as 16MiB; else as they have them")
 
 
@@ -171,6 +174,7 @@ class _Request:
             local_step_scaler=typed.local_step_scaler,
             local_step_clipper=typed.local_step_clipper,
             bucket_bytes=None if typed.bucket is None else max(1, round(typed.bucket)),
+            muon_codec=typed.muon_codec,
             outer=OuterSchedule(typed.every, typed.fragments, typed.outer_overlap, typed.outer_codec),
         )
         device = named_device(typed.device or DEFAULT_DEVICE)
@@ -206,7 +210,8 @@ class _Request:
         activations = None
         if blocks is not None:
             activations = Activations(blocks.layers, blocks.hidden, blocks.heads, length, sequences)
-        return Workload(model, forward, backward, typed.accumulation, typed.update, typed.dtype or "fp32", activations)
+        found = Workload(model, forward, backward, typed.accumulation, typed.update, typed.dtype or "fp32", activations)
+        return replace(found, tokens=sequences * length)
 
     def _measured(self) -> Workload:
         typed = self.arguments

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from thinwire.compress.packet_layout import CodecName
+from thinwire.compress.packet_layout import CODE_BITS, BlockCodecName, CodecName
 from thinwire.optim import registry
 from thinwire.plan.cluster import Cluster
 from thinwire.plan.units import PlanError, require_whole
 from thinwire.plan.workload import Transformer
 
-POWERSGD, SHARDED_ADAM, DILOCO = "powersgd", "sharded-adam", "diloco"
+POWERSGD, SHARDED_ADAM, DILOCO, ONEBIT_MUON = "powersgd", "sharded-adam", "diloco", "onebit-muon"
 
 
 # OneBitAdam is "onebit-adam", ZeroOneAdam "zero-one-adam".
@@ -94,7 +94,7 @@ def methods_for(
             methods += [Method(algorithm, rank=rank) for rank in powersgd_ranks]
             continue
         methods += [Method(algorithm, stage) for stage in _STAGES.get(algorithm, (0,))]
-        if methods[-1].sends_less and cluster.has_hierarchy:
+        if methods[-1].sends_less and cluster.has_hierarchy and algorithm != ONEBIT_MUON:
             methods.append(Method(algorithm, hierarchical=True))
     return methods
 
@@ -168,6 +168,7 @@ class Schedule:
         resync_interval: steps between gathers of sharded 1-bit Adam's weights.
         bucket_bytes: gradients that leave together, in thinwire's optimizers, by default as theirs; DDP has 25 MiB.
         outer: DiLoCo's outer steps.
+        muon_codec: of 1-bit Muon's matrices; its embedding goes through "int4".
     """
 
     steps: int = 100_000
@@ -181,6 +182,7 @@ class Schedule:
     resync_interval: int = 100
     bucket_bytes: int | None = None
     outer: OuterSchedule = field(default_factory=OuterSchedule)
+    muon_codec: BlockCodecName = "stat2"
 
     def __post_init__(self) -> None:
         scalers = ("var_update_scaler", "local_step_scaler", "local_step_clipper")
@@ -192,6 +194,8 @@ class Schedule:
             raise PlanError(f"warmup is the part of the steps before the freeze, from 0 to 1, got {self.warmup!r}")
         if self.warmup_wire not in WARMUP_WIRES:
             raise PlanError(f"warmup_wire must be one of {', '.join(WARMUP_WIRES)}, got {self.warmup_wire!r}")
+        if self.muon_codec not in CODE_BITS:
+            raise PlanError(f"muon_codec must be one of {', '.join(CODE_BITS)}, got {self.muon_codec!r}")
         for name in ("powersgd_start", "var_freeze_step"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):

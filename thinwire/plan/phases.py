@@ -14,11 +14,22 @@ from thinwire.plan.cluster import (
     Cost,
     cut,
     everywhere,
+    from_owners,
     hierarchical_exchange,
     inside_nodes,
+    to_owners,
     two_legs,
 )
-from thinwire.plan.methods import DILOCO, POWERSGD, ROUNDED_WIRES, SHARDED_ADAM, Method, Schedule, WarmupWire
+from thinwire.plan.methods import (
+    DILOCO,
+    ONEBIT_MUON,
+    POWERSGD,
+    ROUNDED_WIRES,
+    SHARDED_ADAM,
+    Method,
+    Schedule,
+    WarmupWire,
+)
 from thinwire.plan.workload import Matrices, Workload
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, bucket_numel
 
@@ -59,7 +70,7 @@ def phases(setting: Setting) -> list[Phase]:
     """The phases of a run, of which the shares add up to 1; those that no step is in are left out."""
     entry = setting.method.entry
     own = _local_steps if entry is not None and entry.local_steps else _one_bit
-    make = own if entry is not None else _MAKERS[setting.method.algorithm]
+    make = _MAKERS.get(setting.method.algorithm, own)
     return [phase for phase in make(setting) if phase.share > 0]
 
 
@@ -110,7 +121,7 @@ class Setting:
         """Gradients sent to their owners, in the weights' dtype unless a warmup's `wire` is another one."""
         codec = _EXACT[self.workload.dtype if wire == "fp32" else wire]
         return self.in_sharded_buckets(
-            self.workload.element_bytes, lambda elements: two_legs(self.cluster, elements, codec, back=False)
+            self.workload.element_bytes, lambda elements: to_owners(self.cluster, elements, codec)
         )
 
     def gathered(self, size: int) -> Buckets:
@@ -214,6 +225,23 @@ def _one_bit(setting: Setting) -> list[Phase]:
     return [warm, replace(frozen, share=1 - share)]
 
 
+def _muon(setting: Setting) -> list[Phase]:
+    """Gradients to the owners of whole matrices, who orthogonalise; then what they step by to all. What comes last, the
+    embedding, in 4 bits, and through AdamW."""
+    cluster, model, codec = setting.cluster, setting.workload.model, setting.schedule.muon_codec
+    largest = bucket_numel(setting.schedule.bucket_bytes or LARGEST_BUCKET_BYTES, setting.parameters, 4)
+    elements = model.padded_elements(cluster.ranks)
+
+    def in_buckets(leg: Callable[[Cluster, int, CodecName], Cost]) -> Buckets:
+        matrices = cut(elements, 0, largest, lambda one: leg(cluster, one, codec))
+        return replace(matrices, last=leg(cluster, model.last_elements, "int4") if model.last else _NOTHING)
+
+    operations = sum(one.newton_schulz_operations for one in model.hidden) / cluster.ranks
+    adam = replace(setting, method=replace(setting.method, stage=1)).adam_seconds  # of shards, at every stage
+    update = operations * setting.workload.seconds_an_operation + adam * model.last_elements / model.parameters
+    return [Phase("every step", 1.0, in_buckets(to_owners), update, in_buckets(from_owners).total)]
+
+
 def _local_steps(setting: Setting) -> list[Phase]:
     steps, total = setting.schedule.zero_one_steps(), setting.schedule.steps
     adam, local_update = setting.adam_seconds, setting.pass_seconds(_LOCAL_STEP_BYTES)
@@ -259,4 +287,5 @@ _MAKERS: dict[str, Callable[[Setting], list[Phase]]] = {
     POWERSGD: _powersgd,
     SHARDED_ADAM: _sharded_adam,
     DILOCO: _local_updates,
+    ONEBIT_MUON: _muon,
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.plan.cluster import Cluster, seconds_beside
-from thinwire.plan.methods import DILOCO, ROUNDED_WIRES, Method, Schedule
+from thinwire.plan.methods import DILOCO, ONEBIT_MUON, ROUNDED_WIRES, Method, Schedule
 from thinwire.plan.phases import Phase, Setting, phases
 from thinwire.plan.units import PlanError
 from thinwire.plan.workload import Workload
@@ -24,7 +24,9 @@ def _memory(setting: Setting, *, warm: bool) -> dict[str, float]:
     DDP keeps gradients twice, in buckets too; PowerSGD an error as large as the model, and its factors.
     """
     method, workload, parameters = setting.method, setting.workload, setting.parameters
-    if method.entry is not None:
+    if method.algorithm == ONEBIT_MUON:
+        held = _owned_state(workload, setting.cluster)
+    elif method.entry is not None:
         held = _one_bit_state(setting, method.entry, warm=warm)
     else:
         ranks = setting.cluster.ranks
@@ -83,6 +85,22 @@ def _one_bit_state(setting: Setting, entry: OptimizerEntry, *, warm: bool) -> di
         owned = {"payload": parameters * _FP32 * 1.0, "average": parameters / ranks * _FP32}
         return held | owned | {"residuals": owned["payload"]} if rounds else held
     return frozen_state_formula(parameters, ranks, element_bytes=size, fresh_variance=fresh_variance)
+
+
+def _owned_state(workload: Workload, cluster: Cluster) -> dict[str, float]:
+    """Of 1-bit Muon, at every stage: what a rank's own payloads begin with is whole on it, the rest on its owners. What
+    comes last has AdamW's second moment."""
+    last = workload.model.last_elements
+    padded = workload.model.padded_elements(cluster.ranks) + last
+    shared = _FP32 / cluster.ranks
+    return {
+        "weights": float(padded * workload.element_bytes),
+        "gradients": float(workload.model.parameters * workload.element_bytes),
+        "payload and residuals": 2.0 * padded * _FP32,
+        "masters": padded * shared,
+        "averages": padded * shared,
+        "optimizer state": (workload.model.parameters + last) * shared,
+    }
 
 
 def _half_sharded(entry: OptimizerEntry, parameters: int, size: int, ranks: int, *, warm: bool) -> dict[str, float]:

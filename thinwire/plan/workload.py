@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from thinwire.plan.units import PlanError, require_seconds, require_whole
+from thinwire.zero.bucket_layout import largest_share
 
 ParameterDtype = Literal["fp32", "bf16"]
 
@@ -26,6 +27,12 @@ class Matrices:
     def numel(self) -> int:
         """Elements of all of them."""
         return self.rows * self.columns * self.count
+
+    @property
+    def newton_schulz_operations(self) -> float:
+        """Of Muon's five iterations on all of them, three products each."""
+        less, more = sorted((self.rows, self.columns))
+        return self.count * 5.0 * (4 * less**2 * more + 2 * less**3)
 
     def low_rank_elements(self, rank: int) -> int:
         """Elements of the two factors of `rank` that PowerSGD makes of each, together.
@@ -72,6 +79,17 @@ class Transformer:
             raise PlanError(f"the last matrix of {self.name} is not among its matrices")
 
     @property
+    def hidden(self) -> list[Matrices]:
+        """All matrices but the last."""
+        return [one for one in self.matrices if one is not self.last]
+
+    def padded_elements(self, ranks: int) -> int:
+        """Elements without the last matrix, and of padding, if each matrix has one of `ranks` owners."""
+        numels = [one.rows * one.columns for one in self.hidden for _ in range(one.count)]
+        padding = largest_share(numels, ranks) * ranks - sum(numels)
+        return self.parameters - self.last_elements + padding
+
+    @property
     def last_elements(self) -> int:
         """Elements of the matrix that comes last."""
         return 0 if self.last is None else self.last.numel
@@ -115,6 +133,7 @@ class Workload:
         update_seconds: of AdamW on all parameters; None: from the processor's rate.
         dtype: of the weights; bf16 has fp32 master weights.
         activations: for the memory a rank needs; None: left out.
+        tokens: of one micro-batch.
     """
 
     model: Transformer
@@ -124,6 +143,7 @@ class Workload:
     update_seconds: float | None = None
     dtype: ParameterDtype = "fp32"
     activations: Activations | None = None
+    tokens: int = 4096
 
     def __post_init__(self) -> None:
         require_whole("accumulation", self.accumulation)
@@ -133,6 +153,11 @@ class Workload:
                 require_seconds(name, value)
         if self.dtype not in ("fp32", "bf16"):
             raise PlanError(f"dtype must be 'fp32' or 'bf16', got {self.dtype!r}")
+
+    @property
+    def seconds_an_operation(self) -> float:
+        """Of products of matrices, as fast as forward makes two a parameter and token."""
+        return self.forward_seconds / (2.0 * self.model.parameters * self.tokens)
 
     @property
     def element_bytes(self) -> int:

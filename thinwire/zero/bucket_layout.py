@@ -156,7 +156,12 @@ def _is_full(numels: Sequence[int], world_size: int, least: int) -> bool:
     total = sum(numels)
     if total < least or world_size * max(numels) > _MOST_PADDING * total:
         return False
-    return world_size * max(load for load, _ in _loads(numels, world_size)) <= _MOST_PADDING * total
+    return world_size * largest_share(numels, world_size) <= _MOST_PADDING * total
+
+
+def largest_share(numels: Sequence[int], world_size: int) -> int:
+    """Elements of the owner that has most, of parameters with one owner each."""
+    return max(load for load, _ in _loads(numels, world_size))
 
 
 def _loads(numels: Sequence[int], world_size: int) -> list[tuple[int, list[int]]]:
