@@ -50,32 +50,38 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
         "block_size": 64,
     },
     "OneBitLion": {"lr": 3e-4, "block_size": 64},
+    "OneBitMuon": {"lr": 3e-3, "codec": ["stat2", "sign1"], "block_size": 64},
     "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
 }
 
 
 @dataclass(frozen=True)
 class Form:
-    """An optimizer at a stage, its ranks threads of one process or `processes` on Gloo."""
+    """An optimizer at a stage, its ranks threads of one process or `processes` on Gloo; `codec`: of an exact one."""
 
     optimizer: str
     stage: int
     processes: bool = False
+    codec: CodecName | None = None
 
     def __str__(self) -> str:
-        return f"{self.optimizer}-{self.stage}" + ("-processes" if self.processes else "")
+        return f"{self.optimizer}-{self.stage}" + ("-processes" if self.processes else "") + (self.codec or "")
 
     @property
     def config(self) -> dict[str, Any]:
         optimizer = {"type": self.optimizer, "params": _OPTIMIZERS[self.optimizer]}
-        more = {"thinwire": {"resync_interval": 5}} if self.optimizer != "AdamW" else {}
+        more = (
+            {"thinwire": {"resync_interval": 5}} if self.optimizer != "AdamW" else {"communication_codec": self.codec}
+        )
         return settings(self.stage, optimizer=optimizer, gradient_clipping=0.5, **more)
 
 
 FORMS = [
     *(Form("OneBitAdam", stage) for stage in (0, 1, 2)),
     *(Form(name, stage) for name in ("OneBitLamb", "ZeroOneAdam", "OneBitLion") for stage in (0, 1)),
+    *(Form("OneBitMuon", stage) for stage in (0, 1)),
     *(Form("AdamW", stage) for stage in (1, 2)),
+    *(Form("AdamW", stage, codec="int4") for stage in (0, 1, 2)),
     Form("OneBitAdam", 1, processes=True),
     Form("AdamW", 3, processes=True),
 ]
@@ -249,7 +255,7 @@ def main(name: str, count: int, seed: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", RuntimeWarning)
     form = next(one for one in FORMS if str(one) == name)
-    load_kernels("sign1")
+    load_kernels("sign1", "stat2", "int4", "int8")
     kills, bad = kill_form(form, count, seed)
     print("\n".join([str(kills), *(line.replace("\n", " ") for line in bad)]))
 
