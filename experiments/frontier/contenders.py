@@ -55,9 +55,9 @@ def _one_bit(marker: str, what: str, **options: str) -> Contender:
     return Contender("onebit-adam", label, _ONE_BIT, marker, options, "onebit-adam")
 
 
-def _muon(marker: str, what: str, *codec: str) -> Contender:
+def _muon(marker: str, what: str, there: str, back: str, rest: str = "stat2") -> Contender:
     label = f"{OPTIMIZERS['onebit-muon'].label}, {what}"
-    return Contender("onebit-muon", label, _MUON, marker, {"codec": codec}, "muon")
+    return Contender("onebit-muon", label, _MUON, marker, {"codec": (there, back), "rest_codec": rest}, "muon")
 
 
 def _sharded(label: str, marker: str, **options: Any) -> Contender:
@@ -95,7 +95,7 @@ CONTENDERS = {
     "onebit-muon-sign1": _muon("s", "sign1", "sign1", "sign1"),
     "onebit-muon-stat2": _muon("v", "stat2", "stat2", "stat2"),
     "onebit-muon-stat2-sign1": _muon("^", "stat2 + sign1", "stat2", "sign1"),
-    "onebit-muon-int4": _muon("D", "int4", "int4", "int4"),
+    "onebit-muon-sign1-int4": _muon("D", "sign1, embeddings int4", "sign1", "sign1", "int4"),
     **DILOCO,
     "diloco-30-plain": Contender(
         "plain-diloco", "DiLoCo, 30 steps, by hand", "#8f6bb3", "P", {"every": 30}, "diloco-30-none"

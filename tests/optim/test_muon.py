@@ -209,7 +209,7 @@ def test_bytes_that_are_sent_and_held(comm: Communicator, dtype: torch.dtype | N
         hidden = model[f"layer{number}"](hidden)
     hidden.square().mean().backward()
     optimizer.step()
-    an_element = (matrices * 2 / 8 + rest * 2 / 2) / (matrices + rest) * 3 / 4
+    an_element = (matrices * 2 / 8 + rest * 4 / 8) / (matrices + rest) * 3 / 4
     assert an_element < (optimizer.bytes_sent - before) / (matrices + rest) < 1.07 * an_element
     held, numel = optimizer.model_state_bytes(), matrices + rest
     assert held["masters"] == 4 * numel / comm.size
@@ -264,3 +264,8 @@ def test_what_cannot_work_is_refused_on_every_rank(comm: Communicator, options: 
 def test_ranks_that_differ_are_refused(comm: Communicator) -> None:
     refused(ValueError, "differ|against", build, make_marked(), comm, codec="stat2" if comm.rank else "sign1")
     refused(ValueError, "differ|against", build, make_marked(), comm, resync_interval=5 + comm.rank)
+
+
+def test_matrices_too_few_for_the_ranks_are_said_to_send_padding() -> None:
+    with pytest.warns(RuntimeWarning, match=r"sends 4.0 times its matrices' bits"):
+        threads.run(lambda comm: build(nn.Linear(256, 256), comm), 4)

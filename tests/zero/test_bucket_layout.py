@@ -63,6 +63,11 @@ def test_owners_of_whole_parameters_have_about_as_much() -> None:
         layouts = partition_whole(numels, order, world_size=world_size, block_size=2048, bucket_numel=4 << 20)
         assert sum(layout.padded_numel for layout in layouts) < 1.25 * sum(numels) + len(layouts) * 2048 * world_size
         assert len(layouts) > 1
+        owned = [0] * world_size
+        for layout in layouts:
+            for slot in layout.slots:
+                owned[slot.offset // layout.shard] += slot.numel
+        assert max(owned) < 1.15 * sum(numels) / world_size
     assert len(partition_whole([10**6, 3], [1, 0], world_size=4, block_size=1, bucket_numel=1)) == 1
 
 

@@ -19,7 +19,9 @@ from thinwire.optim.optimizer import SavingsReport
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging
+from thinwire.zero.sharded_home import ShardedHome
 
+_MOST_PADDING = 1.5
 _Codecs = BlockCodecName | tuple[BlockCodecName, BlockCodecName]
 """Of gradients, and of what comes back."""
 
@@ -64,8 +66,8 @@ class OneBitMuon(ShardedOptimizer):
         momentum: float = 0.95,
         weight_decay: float = 0.0,
         *,
-        codec: _Codecs = "stat2",
-        rest_codec: _Codecs = "int4",
+        codec: _Codecs = "sign1",
+        rest_codec: _Codecs = "stat2",
         adjust_lr_fn: AdjustLr | None = "match_rms_adamw",
         nesterov: bool = True,
         ns_steps: int = 5,
@@ -113,12 +115,28 @@ class OneBitMuon(ShardedOptimizer):
             **{**rates, **matrices, **rest},
         )
         self.stage = stage
+        self._warn_of_padding()
         self._savings = SavingsReport(self, comm, recipe=None, uncompressed=self._home.uncompressed_step_bytes)
         if self._savings.speaks:
             self.register_step_post_hook(self._note_step)
 
     frozen = True
     """Every step is compressed."""
+
+    def _warn_of_padding(self) -> None:
+        """Warn if owners have so unlike shares of the matrices that much of what is sent is padding."""
+        assert isinstance(self._home, ShardedHome)
+        layouts = [one.layout for one in self._home._parameters.buckets if one.layout.whole]
+        held = sum(slot.numel + one.block_size * self.comm.size for one in layouts for slot in one.slots)
+        times = sum(one.padded_numel for one in layouts) / held if held else 1.0
+        if self.comm.rank == 0 and times > _MOST_PADDING:
+            warnings.warn(
+                f"OneBitMuon sends {times:.1f} times its matrices' bits, the rest is padding: each has one owner, and "
+                f"they are too few or too unlike for {self.comm.size} ranks to own about as much. Use fewer ranks, or "
+                "OneBitAdam",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     @staticmethod
     def _note_step(optimizer: torch.optim.Optimizer, *arguments: object) -> None:

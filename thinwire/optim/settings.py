@@ -139,8 +139,8 @@ class OneBitMuonOptions(OptionModel):
     lr: NotNegative = 1e-3
     momentum: Share = 0.95
     weight_decay: NotNegative = 0.0
-    codec: _Codecs = "stat2"
-    rest_codec: _Codecs = "int4"
+    codec: _Codecs = "sign1"
+    rest_codec: _Codecs = "stat2"
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = "match_rms_adamw"
     nesterov: bool = True
     ns_steps: Annotated[WholeNumber, Field(ge=1, lt=100)] = 5

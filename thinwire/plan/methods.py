@@ -168,7 +168,7 @@ class Schedule:
         resync_interval: steps between gathers of sharded 1-bit Adam's weights.
         bucket_bytes: gradients that leave together, in thinwire's optimizers, by default as theirs; DDP has 25 MiB.
         outer: DiLoCo's outer steps.
-        muon_codec: of 1-bit Muon's matrices; its embedding goes through "int4".
+        muon_codec: of 1-bit Muon's matrices; its embedding goes through "stat2".
     """
 
     steps: int = 100_000
@@ -182,7 +182,7 @@ class Schedule:
     resync_interval: int = 100
     bucket_bytes: int | None = None
     outer: OuterSchedule = field(default_factory=OuterSchedule)
-    muon_codec: BlockCodecName = "stat2"
+    muon_codec: BlockCodecName = "sign1"
 
     def __post_init__(self) -> None:
         scalers = ("var_update_scaler", "local_step_scaler", "local_step_clipper")

@@ -227,14 +227,14 @@ def _one_bit(setting: Setting) -> list[Phase]:
 
 def _muon(setting: Setting) -> list[Phase]:
     """Gradients to the owners of whole matrices, who orthogonalise; then what they step by to all. What comes last, the
-    embedding, in 4 bits, and through AdamW."""
+    embedding, in 2 bits, and through AdamW."""
     cluster, model, codec = setting.cluster, setting.workload.model, setting.schedule.muon_codec
     largest = bucket_numel(setting.schedule.bucket_bytes or LARGEST_BUCKET_BYTES, setting.parameters, 4)
     elements = model.padded_elements(cluster.ranks)
 
     def in_buckets(leg: Callable[[Cluster, int, CodecName], Cost]) -> Buckets:
         matrices = cut(elements, 0, largest, lambda one: leg(cluster, one, codec))
-        return replace(matrices, last=leg(cluster, model.last_elements, "int4") if model.last else _NOTHING)
+        return replace(matrices, last=leg(cluster, model.last_elements, "stat2") if model.last else _NOTHING)
 
     operations = sum(one.newton_schulz_operations for one in model.hidden) / cluster.ranks
     adam = replace(setting, method=replace(setting.method, stage=1)).adam_seconds  # of shards, at every stage

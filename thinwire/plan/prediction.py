@@ -97,7 +97,7 @@ def _owned_state(workload: Workload, cluster: Cluster) -> dict[str, float]:
         "weights": float(padded * workload.element_bytes),
         "gradients": float(workload.model.parameters * workload.element_bytes),
         "payload and residuals": 2.0 * padded * _FP32,
-        "masters": padded * shared,
+        "master weights": padded * shared,
         "averages": padded * shared,
         "optimizer state": (workload.model.parameters + last) * shared,
     }

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from thinwire.plan.units import PlanError, require_seconds, require_whole
-from thinwire.zero.bucket_layout import largest_share
 
 ParameterDtype = Literal["fp32", "bf16"]
 
@@ -85,9 +84,10 @@ class Transformer:
 
     def padded_elements(self, ranks: int) -> int:
         """Elements without the last matrix, and of padding, if each matrix has one of `ranks` owners."""
-        numels = [one.rows * one.columns for one in self.hidden for _ in range(one.count)]
-        padding = largest_share(numels, ranks) * ranks - sum(numels)
-        return self.parameters - self.last_elements + padding
+        numels = sorted((one.rows * one.columns for one in self.hidden for _ in range(one.count)), reverse=True)
+        # Of the first k · ranks + 1 one owner has at least k + 1.
+        most = max(((place // ranks + 1) * numels[place] for place in range(0, len(numels), ranks)), default=0)
+        return self.parameters - self.last_elements + max(0, most * ranks - sum(numels))
 
     @property
     def last_elements(self) -> int:

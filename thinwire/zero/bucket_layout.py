@@ -137,7 +137,8 @@ def partition_whole(
     """Cut the parameters `order` into buckets of at least `bucket_numel` elements, each parameter owned by one rank.
 
     A bucket goes on until its owners' shares are about equal, so that little of what is sent is padding; what is left
-    over joins as many of the last buckets as it takes. Owners are the same wherever this is computed.
+    over joins as many of the last buckets as it takes. Who has least of the buckets before gets the largest share.
+    Owners are the same wherever this is computed.
     """
     if bucket_numel < 1:
         raise ValueError(f"bucket_numel must be at least 1, got {bucket_numel}")
@@ -149,19 +150,15 @@ def partition_whole(
     while len(members) > 1 and not _is_full([numels[one] for one in members[-1]], world_size, 1):
         rest = members.pop()
         members[-1] += rest
-    return [_share_out(numels, one, world_size, block_size) for one in members if one]
+    given = [0] * world_size
+    return [_share_out(numels, one, given, block_size) for one in members if one]
 
 
 def _is_full(numels: Sequence[int], world_size: int, least: int) -> bool:
     total = sum(numels)
     if total < least or world_size * max(numels) > _MOST_PADDING * total:
         return False
-    return world_size * largest_share(numels, world_size) <= _MOST_PADDING * total
-
-
-def largest_share(numels: Sequence[int], world_size: int) -> int:
-    """Elements of the owner that has most, of parameters with one owner each."""
-    return max(load for load, _ in _loads(numels, world_size))
+    return world_size * max(load for load, _ in _loads(numels, world_size)) <= _MOST_PADDING * total
 
 
 def _loads(numels: Sequence[int], world_size: int) -> list[tuple[int, list[int]]]:
@@ -175,17 +172,19 @@ def _loads(numels: Sequence[int], world_size: int) -> list[tuple[int, list[int]]
     return [(load, sorted(numbers)) for load, numbers in zip(loads, owned, strict=True)]
 
 
-def _share_out(numels: Sequence[int], members: Sequence[int], world_size: int, block_size: int) -> WholeLayout:
-    loads = _loads([numels[one] for one in members], world_size)
+def _share_out(numels: Sequence[int], members: Sequence[int], given: list[int], block_size: int) -> WholeLayout:
+    """Lay a bucket out for owners who have been `given` so many elements before, to which theirs of this are added."""
+    loads = sorted(_loads([numels[one] for one in members], len(given)), key=lambda one: -one[0])
     shard = shard_numel(max(load for load, _ in loads), 1, block_size)
     offset_of = {}
-    for owner, (_, numbers) in enumerate(loads):
+    for owner, (load, numbers) in zip(sorted(range(len(given)), key=given.__getitem__), loads, strict=True):
+        given[owner] += load
         offset = owner * shard
         for number in numbers:
             offset_of[number] = offset
             offset += numels[members[number]]
     slots = tuple(Slot(one, offset_of[number], numels[one]) for number, one in enumerate(members))
-    return WholeLayout(slots, world_size, block_size, shard)
+    return WholeLayout(slots, len(given), block_size, shard)
 
 
 # Memory by ZeRO's formulas
