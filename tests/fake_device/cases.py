@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import thinwire
 from tests.fake_device import NAME, Counts, counting, load
 from tests.fake_device.graphs import on_an_emulated_gpu
 from tests.optim.subject import FREEZE, SUBJECTS, Subject
@@ -62,13 +63,16 @@ def steps_as_the_cpu_does(
 
 @dataclass(frozen=True)
 class Rounded:
-    """ShardedOptimizer through a codec at one stage, built as subjects are."""
+    """ShardedOptimizer through a codec at one stage, or 1-bit Muon, built as subjects are."""
 
     stage: int
+    muon: bool = False
 
     def build(self, model: nn.Module, comm: Communicator, **options: Any) -> ShardedOptimizer:
-        options |= {"stage": self.stage, "comm": comm, "codec": "int4", "block_size": 64, "lr": 1e-2}
-        return ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
+        options |= {"stage": self.stage, "comm": comm, "block_size": 64, "lr": 1e-2}
+        if self.muon:
+            return thinwire.OneBitMuon(model.named_parameters(), codec=("stat2", "sign1"), ns_dtype="fp32", **options)
+        return ShardedOptimizer(model.parameters(), torch.optim.AdamW, codec="int4", **options)
 
 
 OFFLOADED = {"offload": True, "pin_memory": True}
@@ -297,6 +301,7 @@ CASES: dict[str, Callable[[], None]] = (
         "nodes-waits": partial(waits_once_a_step, SUBJECTS[0], nodes=[0, 0]),
         "rounded-0": partial(steps_as_the_cpu_does, Rounded(0), 3),
         "rounded-1": partial(steps_as_the_cpu_does, Rounded(1), 3),
+        "rounded-muon": partial(steps_as_the_cpu_does, Rounded(1, muon=True), 3, options={"max_norm": 0.5}),
         "rounded-2-offloaded": partial(steps_as_the_cpu_does, Rounded(2), 2, torch.bfloat16, OFFLOADED),
         "edits": edits_of_gradients_are_noticed,
         "launches": launches_few_kernels_a_bucket,
