@@ -85,6 +85,19 @@ def stages_are_bit_identical(comm: Communicator) -> None:
     assert len(outcomes) == 1
 
 
+def rounded_steps_agree(comm: Communicator) -> None:
+    """Of AdamW in 4 bits, at each stage, and of 1-bit Muon."""
+    muon = partial(thinwire.OneBitMuon, codec=("stat2", "sign1"))
+    rounded = partial(ShardedOptimizer, optimizer_class=torch.optim.AdamW, codec="int4")
+    for make, stage in ((muon, 1), *((rounded, stage) for stage in (0, 1, 2))):
+        model = make_model(seed=comm.rank)
+        optimizer = make(model.named_parameters(), lr=3e-3, stage=stage, comm=comm, block_size=64, bucket_bytes=400)
+        losses = train(model, optimizer, range(15))
+        assert np.mean(losses[-4:]) < np.mean(losses[:4])
+        assert alike(comm, model), (make, stage)
+        optimizer.close()
+
+
 # Beside DistributedDataParallel: the hook, and 1-bit Adam attached to a model of its
 
 
@@ -276,7 +289,7 @@ def ddp_step(model: nn.Module, optimizer: Any, comm: Communicator, step: int) ->
 
 
 ANYWHERE = (partial(exchange_equals_the_algorithm, steps=20), every_optimizer_agrees)
-SEVERAL = (stages_are_bit_identical,)
+SEVERAL = (stages_are_bit_identical, rounded_steps_agree)
 BESIDE_DDP = (
     hook_trains_like_ddp,
     hook_with_none_averages_exactly,
