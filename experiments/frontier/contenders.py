@@ -95,7 +95,7 @@ CONTENDERS = {
     "onebit-muon-sign1": _muon("s", "sign1", "sign1", "sign1"),
     "onebit-muon-stat2": _muon("v", "stat2", "stat2", "stat2"),
     "onebit-muon-stat2-sign1": _muon("^", "stat2 + sign1", "stat2", "sign1"),
-    "onebit-muon-sign1-int4": _muon("D", "sign1, embeddings int4", "sign1", "sign1", "int4"),
+    "onebit-muon-sign1-int4": _muon("D", "sign1, rest int4", "sign1", "sign1", "int4"),
     **DILOCO,
     "diloco-30-plain": Contender(
         "plain-diloco", "DiLoCo, 30 steps, by hand", "#8f6bb3", "P", {"every": 30}, "diloco-30-none"
