@@ -32,8 +32,9 @@ __all__ = ["main", "parse", "study"]
 
 _NAME = "convergence"
 _DEFAULT_RANKS = 4
-_DEFAULT_OPTIMIZERS = tuple(one for one in PARENTS if one != "onebit-lion")
-"""1-bit Lion has a study of its own, `experiments.lion`: at the rate that Lion has here text is not learned."""
+_DEFAULT_OPTIMIZERS = tuple(one for one in PARENTS if one not in ("onebit-lion", "onebit-muon"))
+"""1-bit Lion has a study of its own, `experiments.lion`: at the rate that Lion has here text is not learned. 1-bit Muon
+is in `experiments.frontier`."""
 _RATES_TO_TRY = {
     "adamw": (5e-4, 1e-3, 2e-3),
     "lamb": (3e-3, 1e-2, 3e-2),

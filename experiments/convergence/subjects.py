@@ -63,7 +63,7 @@ def _text(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
     tokens = share_tokens(comm, lambda: load(corpus), _VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES)
     return Subject(
         task=MaskedLanguageTask(tokens, SIZES["tiny"], _SEQUENCES_A_RANK, dropout=0.0),
-        plans=_plans(plan, lamb=1e-2, lion=1e-4),
+        plans=_plans(plan, lamb=1e-2, lion=1e-4, muon=2e-3),
         rank_items=_SEQUENCES_A_RANK * _LENGTH,
         unit="tokens",
         description=f"BERT-tiny on {corpus_name(corpus)}",
@@ -86,7 +86,7 @@ def _digits(comm: Communicator, corpus: Sequence[Path] | None) -> Subject:
     )
     return Subject(
         task=DigitsTask(_IMAGES_A_RANK),
-        plans=_plans(plan, lamb=3e-2, lion=1e-3),
+        plans=_plans(plan, lamb=3e-2, lion=1e-3, muon=2e-3),
         rank_items=_IMAGES_A_RANK,
         unit="images",
         description="A small convolutional network on handwritten digits",
