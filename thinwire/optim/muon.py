@@ -53,8 +53,8 @@ class OneBitMuon(ShardedOptimizer):
         rest_codec: the same of what is no hidden matrix.
         adjust_lr_fn, nesterov, ns_steps, ns_dtype, betas, eps, muon_lr, adam_lr: as in `thinwire.optim.Muon`.
         resync_interval: steps between two comparisons of all replicas.
-        stage, comm, comm_backend_name, named_parameters, param_dtype, bucket_bytes, block_size, max_norm, offload,
-            pin_memory, averaging: as in ShardedOptimizer and OneBitAdam.
+        stage: 0, 1 or 2.
+        comm_backend_name: as in OneBitAdam, and all others as in ShardedOptimizer.
 
     Raises ValueError or TypeError, on every rank, for parameters or options that cannot work.
     """
