@@ -25,6 +25,7 @@ from thinwire.comm import threads
 __all__ = ["at_another_rate", "race", "retime"]
 
 _NAME = "ethernet_losses"
+_OF_MACHINE = ("machine", "tcp")
 _VOCABULARY, _LENGTH, _VALIDATION_SEQUENCES = 4096, 32, 512
 
 Runs = Mapping[str, Mapping[str, Any]]
@@ -32,31 +33,45 @@ Runs = Mapping[str, Mapping[str, Any]]
 
 
 def race(options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluster | None, rate: float | None) -> None:
-    """Whole trainings on text, at one rate; with `--add`, beside those that were run before."""
+    """Whole trainings on text, at one rate; with `--add`, beside those that were run before.
+
+    What was learned by a step is the same everywhere: beside trainings of another machine, links have no limit, and
+    then everybody's steps are timed at the rate here.
+    """
     if emulated is not None and rate is None:
         raise InputError("--races losses alone knows no rate: give --loss-rate, or race steps as well")
-    settings = {**_conditions(cluster, None if emulated is None else rate), **_trainings(options)}
-    before = _recorded("--add", settings, options.output) if options.add else {}
+    here = _conditions(cluster, None if emulated is None else rate)
+    settings = {**here, **_trainings(options)}
+    of_trainings = {name: value for name, value in settings.items() if name not in _OF_MACHINE}
+    before = _recorded("--add", of_trainings, options.output) if options.add else {}
+    settings |= {name: before[name] for name in _OF_MACHINE if name in before}
+    moved = any(settings[name] != here[name] for name in _OF_MACHINE)
+    if moved and emulated is None:
+        raise InputError("--add: another machine ran the recorded race, and there are no links to time it again")
     racing = [name for name in options.contenders if CONTENDERS[name].trains]
     with _shared_arguments(racing, options, cluster, emulated) as arguments:
         arguments += ["--steps", options.added_steps or options.steps, "--freeze-step", options.freeze_step]
-        arguments += ["--timed-every", options.timed_every, *_at(emulated, rate)]
+        arguments += ["--timed-every", options.timed_every, *([] if moved else _at(emulated, rate))]
         raw = job(cluster, "experiments.ethernet.race.loss_times", arguments, options.ranks_a_host, options.limit)
     runs = {**before.get("runs", {}), **raw["runs"]}
     runs = {name: runs[name] for name in CONTENDERS if name in runs}
-    goal = loss_report.goal_of(runs)
     content = {
         **settings,
-        "findings": [loss_report.sentence(runs, goal)],
-        "seconds_to_the_loss": loss_report.arrivals(runs, goal),
         "ranks": raw["ranks"],
         "steps": options.steps,
         "retimed": {key: at_another_rate(runs, one) for key, one in before.get("retimed", {}).items()},
         "runs": runs,
     }
     _write(content, options.output)
-    loss_report.print_table(runs, goal)
-    print("\n" + content["findings"][0])
+    if moved and emulated is not None and rate is not None:
+        content = _time_again(content, emulated, rate, options)
+    shown = loss_report.timed_last(content)
+    goal = loss_report.goal_of(runs)
+    findings = [loss_report.sentence(shown["runs"], goal)]
+    content |= {"findings": findings, "seconds_to_the_loss": loss_report.arrivals(shown["runs"], goal)}
+    _write(content, options.output)
+    loss_report.print_table(shown["runs"], goal)
+    print("\n" + findings[0])
     loss_report.draw(content, options.output / f"{_NAME}.png")
     print(f"Written: {options.output / _NAME}.json and .png", flush=True)
 
@@ -69,16 +84,38 @@ def retime(options: argparse.Namespace, emulated: EmulatedCluster | None) -> Non
     _check_recorded(options.contenders, content["runs"])
     content.setdefault("retimed", {})
     for rate in options.retime:
-        measured = _timed_before(content["retimed"].get(str(rate)), _conditions(emulated, rate))
-        if FAIR_BASELINE not in {*measured["kinds"], *options.contenders}:
-            raise InputError(f"--retime compares with {FAIR_BASELINE}: name it among --contenders at a new rate")
-        with _shared_arguments(options.contenders, options, emulated, emulated) as arguments:
-            arguments += ["--steps", options.timed_steps, *_at(emulated, rate)]
-            raw = job(emulated, "experiments.ethernet.race.kind_times", arguments, options.ranks_a_host, options.limit)
-        measured["kinds"] |= raw["kinds"]
-        content["retimed"][str(rate)] = at_another_rate(content["runs"], measured)
+        content = _retimed(content, options.contenders, emulated, rate, options)
         _write(content, options.output)
         _print_retimed(content, rate)
+
+
+def _time_again(
+    content: dict[str, Any], emulated: EmulatedCluster, rate: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """`content` with the steps of all its contenders timed here at its own rate, if they were not yet or race anew."""
+    timed = content["retimed"].get(str(rate), {}).get("kinds", {})
+    names = [name for name in content["runs"] if name not in timed or name in options.contenders]
+    _check_recorded(names, content["runs"])
+    return _retimed(content, names, emulated, rate, options)
+
+
+def _retimed(
+    content: dict[str, Any],
+    names: Sequence[str],
+    emulated: EmulatedCluster,
+    rate: float,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """`content` with the steps of `names` timed at a rate."""
+    measured = _timed_before(content["retimed"].get(str(rate)), _conditions(emulated, rate))
+    if FAIR_BASELINE not in {*measured["kinds"], *names}:
+        raise InputError(f"--retime compares with {FAIR_BASELINE}: name it among --contenders at a new rate")
+    with _shared_arguments(names, options, emulated, emulated) as arguments:
+        arguments += ["--steps", options.timed_steps, *_at(emulated, rate)]
+        raw = job(emulated, "experiments.ethernet.race.kind_times", arguments, options.ranks_a_host, options.limit)
+    measured["kinds"] |= raw["kinds"]
+    retimed = {**content["retimed"], str(rate): at_another_rate(content["runs"], measured)}
+    return {**content, "retimed": retimed}
 
 
 def at_another_rate(runs: Runs, measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,7 +124,7 @@ def at_another_rate(runs: Runs, measured: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: kinds.retime(runs[name], timed[name]) for name in CONTENDERS if name in timed}
     goal = loss_report.goal_of(runs)
     return {
-        **{name: measured[name] for name in ("machine", "tcp")},
+        **{name: measured[name] for name in _OF_MACHINE},
         "findings": [loss_report.sentence(found, goal)],
         "seconds_to_the_loss": loss_report.arrivals(found, goal),
         "runs": {name: {key: one[key] for key in ("seconds", "seconds_a_step")} for name, one in found.items()},
@@ -111,7 +148,7 @@ def _timed_before(entry: Mapping[str, Any] | None, here: Mapping[str, Any]) -> d
     """What was timed at this rate before, over links as they are `here`."""
     if entry is None:
         return {**here, "kinds": {}}
-    for name in ("machine", "tcp"):
+    for name in _OF_MACHINE:
         if entry.get(name) != here[name]:
             raise InputError(
                 f"--retime: steps at {here['megabits']} Mb/s were timed with another {name}: {entry.get(name)} and not "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -58,11 +58,14 @@ class Contender:
     needs_shared_hosts: bool = False
 
 
-def _learner(optimizer: str, **options: Any) -> Callable[[nn.Module, Plan, Communicator], Learner]:
-    """What makes the learner of one of `OPTIMIZERS` with these options."""
+def _learner(
+    optimizer: str, times_rate: float = 1.0, **options: Any
+) -> Callable[[nn.Module, Plan, Communicator], Learner]:
+    """What makes the learner of one of `OPTIMIZERS` with these options, at the plan's learning rate `times_rate`."""
 
     def build_learner(model: nn.Module, plan: Plan, comm: Communicator) -> Learner:
-        return LoopLearner(model, plan, optimizer, comm, **options)
+        own = replace(plan, learning_rate=times_rate * plan.learning_rate)
+        return LoopLearner(model, own, optimizer, comm, **options)
 
     return build_learner
 
@@ -78,7 +81,16 @@ def _diloco(every: int, codec: str, colour: str, suffix: str = "", **options: An
     return Contender(label, colour, build, None, "local", ours=True, steps_alike=False, bursts=True)
 
 
+def _muon(codec: str, colour: str) -> Contender:
+    label = f"{OPTIMIZERS['onebit-muon'].label}, {codec}"
+    build = _learner("onebit-muon", _MUON_RATE, codec=codec)
+    method = Method("onebit-muon") if codec == "sign1" else None
+    return Contender(label, colour, build, method, "every step", ours=True)
+
+
 _NEVER = 2**31
+_MUON_RATE = 2.0
+"""Of Muon's best rate beside AdamW's: `make frontier` found it between 1 and 2 times."""
 _ONEBIT = OPTIMIZERS["onebit-adam"]
 
 CONTENDERS = {
@@ -119,6 +131,35 @@ CONTENDERS = {
     "onebit-adam": Contender(
         _ONEBIT.label, _ONEBIT.colour, _ours("onebit-adam"), Method("onebit-adam"), "frozen", ours=True
     ),
+    "onebit-adam-int4": Contender(
+        f"{_ONEBIT.label}, int4 warmup",
+        "#e4572e",
+        _learner("onebit-adam", warmup_wire="int4"),
+        None,
+        "frozen",
+        ours=True,
+        steps_alike=False,
+    ),
+    "adamw-int4": Contender(
+        "AdamW, int4", "#8c6d31", _learner("sharded-adamw", stage=0, codec="int4"), None, "every step", ours=True
+    ),
+    "adamw-zero-int4": Contender(
+        "AdamW, ZeRO-1, int4",
+        "#bd9e39",
+        _learner("sharded-adamw", stage=1, codec="int4"),
+        None,
+        "every step",
+        ours=True,
+    ),
+    "ddp-bf16-muon": Contender(
+        "DDP, bf16 hook, Muon",
+        "#9c89b8",
+        partial(DataParallelLearner, hook="bf16", muon_rate=_MUON_RATE),
+        None,
+        "every step",
+    ),
+    "onebit-muon": _muon("sign1", "#6a4c93"),
+    "onebit-muon-stat2": _muon("stat2", "#b5179e"),
     "zero-one-adam": Contender(
         OPTIMIZERS["zero-one-adam"].label,
         "#5a3e85",

@@ -1,8 +1,9 @@
-"""The baselines people use: torch's DistributedDataParallel with AdamW, its gradients compressed by a hook or not."""
+"""The baselines people use: torch's DistributedDataParallel, its gradients compressed by a hook or not."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,8 @@ from experiments.training.learners import in_evaluation, parameter_groups
 from experiments.training.plans import Plan
 from thinwire.comm import Communicator
 from thinwire.comm.traffic import sent_bytes
+from thinwire.optim import Muon
+from thinwire.optim.exact import mark_matrices
 
 __all__ = ["AloneLearner", "DataParallelLearner"]
 
@@ -58,7 +61,7 @@ class AloneLearner:
 
 
 class DataParallelLearner:
-    """DDP over the job's default process group, with torch's fused AdamW; a `Learner`.
+    """DDP over the job's default process group, with torch's fused AdamW or Muon; a `Learner`.
 
     Attributes:
         module: the model, DDP's wrapper left out.
@@ -69,12 +72,18 @@ class DataParallelLearner:
     frozen_at: int | None = None
 
     def __init__(
-        self, model: nn.Module, plan: Plan, comm: Communicator, hook: Literal["none", "bf16", "meet"] | int = "none"
+        self,
+        model: nn.Module,
+        plan: Plan,
+        comm: Communicator,
+        hook: Literal["none", "bf16", "meet"] | int = "none",
+        muon_rate: float | None = None,
     ) -> None:
-        """Sends gradients as they are, in bf16, from the plan's freeze on through PowerSGD of a rank, or only meets."""
+        """Sends gradients as they are, in bf16, from the plan's freeze on through PowerSGD of a rank, or only meets;
+        steps with Muon, at `muon_rate` times the plan's learning rate, if that is given."""
         self.module = model
         self.bytes_sent = 0
-        self._plan = plan
+        self._plan = plan if muon_rate is None else replace(plan, learning_rate=muon_rate * plan.learning_rate)
         self._ranks = comm.size
         self._elements = sum(parameter.numel() for parameter in model.parameters())
         self._element_bytes = {"bf16": 2, "meet": 0}.get(str(hook), 4)
@@ -94,7 +103,7 @@ class DataParallelLearner:
                 start_powerSGD_iter=max(_EARLIEST_POWER_SGD, plan.fixed_freeze_step),
             )
             self._wrapped.register_comm_hook(self._power, powerSGD_hook.powerSGD_hook)
-        self._optimizer = _adamw(model, plan)
+        self._optimizer = _adamw(model, plan) if muon_rate is None else _muon(model, self._plan)
         self._steps = 0
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -127,6 +136,12 @@ class DataParallelLearner:
     @property
     def _power_elements(self) -> int:
         return 0 if self._power is None else int(self._power.total_numel_after_compression)
+
+
+def _muon(model: nn.Module, plan: Plan) -> Muon:
+    mark_matrices(model.named_parameters(), model)
+    groups = parameter_groups(model, plan.weight_decay)
+    return Muon(groups, lr=plan.learning_rate, adjust_lr_fn="match_rms_adamw")
 
 
 def _adamw(model: nn.Module, plan: Plan) -> torch.optim.AdamW:
