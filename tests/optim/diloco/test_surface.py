@@ -42,11 +42,14 @@ def test_nodes_are_workers_that_average_gradients_exactly() -> None:
         torch.testing.assert_close(one, by_rank[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("inner", [torch.optim.AdamW, thinwire.optim.Muon])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_state_is_sharded_inside_a_node(stage: int) -> None:
+def test_state_is_sharded_inside_a_node(stage: int, inner: Any) -> None:
+    """With Muon each matrix lies whole on one rank."""
+
     def body(comm: Communicator, at: int) -> tuple[torch.Tensor, int]:
         model = Tower()
-        optimizer = make(comm, model, torch.optim.AdamW, nodes=[0, 0, 1, 1], lr=0.01, stage=at)
+        optimizer = make(comm, model, inner, nodes=[0, 0, 1, 1], lr=0.01, stage=at)
         train(model, optimizer, 1, 13)
         other = Tower()
         single = make(comm, other, nodes=[0, 0, 0, 0])
@@ -247,17 +250,29 @@ def test_learning_rate_schedules_and_groups_are_the_inner_optimizers(comm: Commu
 OPTIONS: dict[str, Any] = {"lr": 0.01, "every": 6, "fragments": 2, "overlap": 2, "codec": "int4"}
 
 
+NODES = [0, 0, 1, 1]
+
+
 @pytest.mark.parametrize(
-    ("stopped_at", "codec"),
-    [(1, "int4"), (4, "stat2"), (5, "fp8"), (7, "int8"), (12, "sign1")],
+    ("workers", "stopped_at", "inner", "options"),
+    [
+        (workers, stopped_at, torch.optim.AdamW, {"codec": codec})
+        for workers in (1, 3)
+        for stopped_at, codec in ((1, "int4"), (4, "stat2"), (5, "fp8"), (7, "int8"), (12, "sign1"))
+    ]
+    + [
+        (2, 7, thinwire.optim.Muon, {}),
+        (4, 4, torch.optim.AdamW, {"nodes": NODES}),
+        (4, 7, thinwire.optim.Muon, {"nodes": NODES, "stage": 2}),
+        (4, 5, thinwire.optim.Muon, {"nodes": NODES, "stage": 1, "param_dtype": torch.bfloat16}),
+    ],
 )
-@pytest.mark.parametrize("workers", [1, 3])
 @on_threads("workers")
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
-    comm: Communicator, workers: int, stopped_at: int, codec: str
+    comm: Communicator, workers: int, stopped_at: int, inner: Any, options: dict[str, Any]
 ) -> None:
     model = Tower()
-    optimizer = make(comm, model, torch.optim.AdamW, **OPTIONS | {"codec": codec})
+    optimizer = make(comm, model, inner, **OPTIONS | options)
     train(model, optimizer, 1, stopped_at)
     saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     train(model, optimizer, stopped_at + 1, 26)
@@ -266,7 +281,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    resumed = make(comm, other, torch.optim.AdamW, **OPTIONS | {"codec": codec, "lr": 0.5})
+    resumed = make(comm, other, inner, **OPTIONS | options | {"lr": 0.5})
     other.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
     assert resumed.steps == stopped_at

@@ -113,8 +113,8 @@ class LocalCheckpoint:
         found = {f"{_INNER}{kind}.{name}": one for (kind, name), one in self.worker.saved(self.names).items()}
         replica = self._whole(map(self.weights.replica, range(len(self.fragments))), torch.float32)
         found |= {f"{_REPLICA}.{name}": values for name, values in replica.items()}
-        if any(one.worker_residual is not None for one in self.outer_steps):
-            residual = self._whole(map(self._residual, range(len(self.fragments))), torch.bfloat16)
+        if kept := [one.worker_residual for one in self.outer_steps if one.worker_residual is not None]:
+            residual = self._whole(map(self._residual, range(len(self.fragments))), kept[0].dtype)
             found |= {f"{_WORKER_RESIDUAL}.{name}": values for name, values in residual.items()}
         return found
 

@@ -208,8 +208,9 @@ class NodeWorker(Worker):
         """Collective inside the node."""
         slices: list[tuple[str, str, int, Tensor]] = []
         for number, name in enumerate(names):
+            weights = self.weights(number)
             if self.optimizer.comm.rank == 0:
-                slices.append(("master", name, 0, self.weights(number)))
+                slices.append(("master", name, 0, weights))
                 slices.append(("weight", name, 0, self.parameters[number].detach().reshape(-1)))
             for kind in kinds:
                 if kind.endswith(_START):
