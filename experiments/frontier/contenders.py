@@ -78,6 +78,16 @@ def _diloco(every: int, codec: str) -> Contender:
 DILOCO = {f"diloco-{every}-{codec}": _diloco(every, codec) for every in _BY_INTERVAL for codec in _BY_CODEC}
 """DiLoCo by interval and codec, all else as it is by default."""
 
+
+def _diloco_muon(every: int, marker: str) -> Contender:
+    """With the mean of the workers' weights for an outer step, which is best in few of them."""
+    mean = {"outer_lr": 1.0, "outer_momentum": 0.0, "overlap": 0, "mix": 0.0}
+    label = f"{OPTIMIZERS['diloco-muon'].label}, {every} steps, int4"
+    return Contender(
+        "diloco-muon", label, _BY_INTERVAL[every], marker, {"every": every, "codec": "int4", **mean}, "muon"
+    )
+
+
 CONTENDERS = {
     BASELINE: _plain(BASELINE, _EXACT, "o", None),
     "lamb": _plain("lamb", _EXACT, "s"),
@@ -97,6 +107,8 @@ CONTENDERS = {
     "onebit-muon-stat2-sign1": _muon("^", "stat2 + sign1", "stat2", "sign1"),
     "onebit-muon-sign1-int4": _muon("D", "sign1, rest int4", "sign1", "sign1", "int4"),
     **DILOCO,
+    "diloco-10-muon": _diloco_muon(10, "P"),
+    "diloco-30-muon": _diloco_muon(30, "P"),
     "diloco-30-plain": Contender(
         "plain-diloco", "DiLoCo, 30 steps, by hand", "#8f6bb3", "P", {"every": 30}, "diloco-30-none"
     ),

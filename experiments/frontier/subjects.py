@@ -96,7 +96,7 @@ _IMAGES_A_WORKER = 16
 _OF_ALL = {"lamb": (1e-2, 2e-2, 4e-2), "lion": (5e-4, 1e-3, 2e-3)}
 _RATES_OF_DIGITS = {"adamw": (1e-3, 2e-3, 4e-3), **_OF_ALL, "muon": (2e-3, 4e-3, 8e-3)}
 _RATES_OF_TEXT = {"adamw": (2.5e-3, 5e-3, 1e-2), **_OF_ALL, "muon": (5e-3, 1e-2, 2e-2)}
-_MUONS = tuple(name for name in CONTENDERS if name.startswith(("muon", "onebit-muon")))
+_MUONS = tuple(name for name, one in CONTENDERS.items() if one.parent == "muon")
 
 SUBJECTS = {
     "digits": Subject(

@@ -122,8 +122,13 @@ def _diloco(groups: list[dict[str, Any]], **options: Any) -> Any:
     return thinwire.DiLoCo(groups, torch.optim.AdamW, **options)
 
 
+def _diloco_muon(groups: list[dict[str, Any]], **options: Any) -> Any:
+    return thinwire.DiLoCo(groups, thinwire.optim.Muon, adjust_lr_fn="match_rms_adamw", **options)
+
+
 OUTER = {
     "diloco": Outer("DiLoCo", "DiLoCo", "#2b6ca3", "adamw", _diloco),
+    "diloco-muon": Outer("DiLoCo", "DiLoCo, Muon inside", "#00798c", "muon", _diloco_muon),
     "plain-diloco": Outer("PlainDiLoCo", "DiLoCo in 20 lines of torch", "#8f6bb3", "adamw", PlainDiLoCo),
 }
 """What sends no gradient at all; `every` and, of thinwire's, `codec`, `fragments`, `overlap` and the like are options

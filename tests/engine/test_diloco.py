@@ -31,9 +31,11 @@ def diloco(stage: int = 0, params: dict[str, Any] | None = None, **changes: Any)
     return settings(stage, optimizer={"type": "diloco", "params": PARAMS | (params or {})}, **changes)
 
 
-def test_it_is_the_optimizer_with_accumulation_clipping_and_a_schedule() -> None:
+@pytest.mark.parametrize(("name", "inner"), [("AdamW", torch.optim.AdamW), ("muon", thinwire.optim.Muon)])
+def test_it_is_the_optimizer_with_accumulation_clipping_and_a_schedule(name: str, inner: Any) -> None:
     schedule = {"type": "LinearLR", "params": {"start_factor": 0.1, "total_iters": 10}}
-    config = diloco(gradient_accumulation_steps=2, gradient_clipping=0.5, scheduler=schedule)
+    params = {"inner": {"type": name, "params": {"weight_decay": 0.1}}}
+    config = diloco(0, params, gradient_accumulation_steps=2, gradient_clipping=0.5, scheduler=schedule)
 
     def by_engine(comm: Communicator) -> tuple[dict[str, torch.Tensor], int]:
         engine = make_engine(comm, config)
@@ -45,13 +47,13 @@ def test_it_is_the_optimizer_with_accumulation_clipping_and_a_schedule() -> None
     def by_hand(comm: Communicator) -> tuple[dict[str, torch.Tensor], int]:
         model = tiny.make_model()
         options = {name: value for name, value in PARAMS.items() if name != "inner"}
-        optimizer = thinwire.DiLoCo(
-            model.named_parameters(), torch.optim.AdamW, comm=comm, weight_decay=0.1, max_norm=0.5, **options
-        )
+        options |= {"weight_decay": 0.1, "max_norm": 0.5, "inside": {"bucket_bytes": 4 * 6000}}
+        optimizer = thinwire.DiLoCo(model.named_parameters(), inner, comm=comm, **options)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
         for step in range(11):
-            for micro in range(2):
-                (loss_of(model, comm.rank, 2 * step + micro) / 2).backward()
+            with optimizer.no_sync():
+                (loss_of(model, comm.rank, 2 * step) / 2).backward()
+            (loss_of(model, comm.rank, 2 * step + 1) / 2).backward()
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

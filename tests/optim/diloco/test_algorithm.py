@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import thinwire
 from tests.launching import on_threads
@@ -36,7 +36,7 @@ def test_it_is_algorithm_1_and_with_fragments_under_way_algorithm_2(
     threads.run(lambda comm: follows_the_published_algorithms(comm, momentum, fragments, overlap, mix), workers)
 
 
-@pytest.mark.parametrize("inner", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("inner", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, thinwire.optim.Muon])
 def test_one_worker_that_syncs_at_every_step_is_the_inner_optimizer(inner: Any) -> None:
     def body(comm: Communicator) -> Tensor:
         model = Tower()
@@ -51,6 +51,20 @@ def test_one_worker_that_syncs_at_every_step_is_the_inner_optimizer(inner: Any) 
         loss_of(plain, 0, step).backward()
         optimizer.step()
     assert torch.equal(threads.run(body, 1)[0], flat(plain.parameters()))
+
+
+@pytest.mark.parametrize("how", ["named", "names beside", "marked"])
+@on_threads(1)
+def test_muon_inside_knows_an_embedding_by_its_name_or_its_mark(comm: Communicator, how: str) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(9, 4), "hidden": nn.Linear(4, 4, bias=False)})
+    named = None if how == "marked" else list(model.named_parameters())
+    if how == "marked":
+        model["embed"].weight.use_muon = False
+    given = named if named and how == "named" else model.parameters()
+    optimizer = thinwire.DiLoCo(given, thinwire.optim.Muon, comm=comm, named_parameters=named)
+    matrices, rest = optimizer.param_groups
+    assert (matrices["use_muon"], matrices["params"]) == (True, [model["hidden"].weight])
+    assert (rest["use_muon"], rest["params"]) == (False, [model["embed"].weight])
 
 
 @pytest.mark.parametrize(("workers", "codec"), [(3, "sign1"), (4, "bf16"), (2, "int4")])

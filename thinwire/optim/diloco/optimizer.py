@@ -32,6 +32,7 @@ from thinwire.optim.diloco.options import (
 )
 from thinwire.optim.diloco.outer import OuterSettings, make_outer_step
 from thinwire.optim.diloco.worker import NodeWorker, Worker
+from thinwire.optim.exact import mark_matrices
 from thinwire.optim.options import Backend, Nodes, check_count
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_kind
@@ -53,8 +54,9 @@ class DiLoCo(SynchronizedOptimizer):
 
     Args:
         params: parameters or groups, as the inner optimizer takes them, named or not; rank 0's values are given to all.
-        inner_class: any torch.optim class, or a function that builds an optimizer from groups; one that does not
-            communicate by itself. fp32 parameters are stepped as they are; 16-bit ones get fp32 master weights.
+        inner_class: any torch.optim class, `thinwire.optim.Muon` or another one of ours, or a function that builds an
+            optimizer from groups; one that does not communicate by itself. fp32 parameters are stepped as they are;
+            16-bit ones get fp32 master weights.
         every: H, steps from one outer step of a fragment to its next.
         outer_lr: rate of the outer SGD. By default what scaling-law studies found best (arXiv 2503.09799, figure 7),
             by the number of workers: 0.6, beyond four of them 0.8; for one worker of a large model 0.4.
@@ -225,6 +227,8 @@ class DiLoCo(SynchronizedOptimizer):
             return Worker(inner, self.comm, self.max_norm)
         node = self.comm.split(self.comm.rank) if node is None else node
         assert node is not None
+        if hasattr(inner_class, "arrange"):  # Muon, which tells matrices by their names, and may have got none
+            mark_matrices(named_parameters or ())
         sharded = ShardedOptimizer(
             given,
             inner_class,
