@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
-from tests.launching import on_threads
+from tests.launching import on_threads, same_on_all_ranks
 from tests.optim.training import loss_of, make_model, weights
 from tests.refusing import refused
 from tests.zero.saved import join, save
 from thinwire.comm import Communicator, threads
 from thinwire.compress.codecs import make_codec
+from thinwire.compress.packet import PacketError
 from thinwire.zero import Averaging, BucketLayout, ShardedOptimizer
 
+TWO_OF_TWO = [0, 0, 1, 1]
 CODECS = [(0, "int4"), (0, "sign1"), (1, "int4"), (1, ("stat2", "int4")), (2, "fp8"), (2, ("sign1", "sign1"))]
 
 
@@ -35,9 +37,10 @@ def iterate(model: nn.Module, optimizer: ShardedOptimizer, step: int, factor: fl
 
 
 class Reference:
-    """All ranks of a job whose parameters lie in one bucket, as vectors [padded_numel] of the whole bucket."""
+    """All ranks of a job whose parameters lie in one bucket, as vectors [padded_numel] of the whole bucket. What the
+    ranks of a worker have is added up: a worker is a rank or, if some of several nodes have several ranks, a node."""
 
-    def __init__(self, layout: BucketLayout, stage: int, codec: Any, dtype: torch.dtype) -> None:
+    def __init__(self, layout: BucketLayout, stage: int, codec: Any, dtype: torch.dtype, nodes: list[int]) -> None:
         there, back = (codec, codec if stage == 0 else "int8") if isinstance(codec, str) else codec
         self.there, self.back = make_codec(there, 64), make_codec(back, 64)
         self.layout, self.stage = layout, stage
@@ -48,7 +51,10 @@ class Reference:
             self.master[slot.offset : slot.offset + slot.numel] = self.parameters[slot.parameter].detach().view(-1)
         self.replica = self.master.to(dtype, copy=True)
         self.model.to(dtype)
-        self.lost = [torch.zeros_like(self.master) for _ in range(layout.world_size)]
+        by_node = 1 < len(set(nodes)) < len(nodes)
+        self.workers = [[r for r, n in enumerate(nodes) if n == node] for node in range(max(nodes) + 1)]
+        self.workers = self.workers if by_node else [[rank] for rank in range(len(nodes))]
+        self.lost = [torch.zeros_like(self.master) for _ in self.workers]
         self.lost_by_owners = torch.zeros_like(self.master)
         self.optimizer = torch.optim.AdamW([self.master], lr=1e-2)
 
@@ -70,11 +76,11 @@ class Reference:
     def step(self, step: int) -> None:
         ranks, shard = self.layout.world_size, self.layout.shard
         sent = []
-        for rank, lost in enumerate(self.lost):
-            value = self.gradient(rank, step)
+        for worker, (members, lost) in enumerate(zip(self.workers, self.lost, strict=True)):
+            value = sum(self.gradient(rank, step) for rank in members) * (len(self.workers) / ranks)
             sent.append(torch.empty(ranks, self.there.packet_bytes(shard), dtype=torch.uint8))
             self.there.encode(value, lost, sent[-1], self.layout.numel)
-            self.lost[rank] = value
+            self.lost[worker] = value
         average = torch.empty_like(self.master)
         for owner in range(ranks):
             valid = min(max(self.layout.numel - owner * shard, 0), shard)
@@ -102,21 +108,23 @@ class Reference:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("nodes", [[0], [0, 1], [0, 1, 2], [0, 0, 0], TWO_OF_TWO, [0, 1, 0, 1]], ids=str)
 @pytest.mark.parametrize(("stage", "codec"), CODECS)
 def test_every_stage_follows_the_algorithm_as_it_is_written(
-    stage: int, codec: Any, ranks: int, dtype: torch.dtype
+    stage: int, codec: Any, nodes: list[int], dtype: torch.dtype
 ) -> None:
     def body(comm: Communicator) -> tuple[Tensor, BucketLayout]:
         model = make_model()
-        optimizer = build(comm, model, stage, codec, param_dtype=dtype)
+        optimizer = build(comm, model, stage, codec, param_dtype=dtype, nodes=nodes)
+        optimizer.gather_during_forward(model)
         for step in range(12):
             iterate(model, optimizer, step)
+        optimizer.wait_for_weights()
         (bucket,) = optimizer._home._parameters.buckets
         return weights(model), bucket.layout
 
-    found = threads.run(body, ranks)
-    reference = Reference(found[0][1], stage, codec, dtype)
+    found = threads.run(body, len(nodes))
+    reference = Reference(found[0][1], stage, codec, dtype, nodes)
     for step in range(12):
         reference.step(step)
     reference.show()
@@ -126,11 +134,14 @@ def test_every_stage_follows_the_algorithm_as_it_is_written(
 
 
 @pytest.mark.filterwarnings("ignore:step 4 was skipped")
+@pytest.mark.parametrize("nodes", [[0, 1, 2], TWO_OF_TWO], ids=str)
 @pytest.mark.parametrize(("stage", "codec"), CODECS)
-def test_a_step_that_is_skipped_dropped_or_resumed_leaves_what_was_there(stage: int, codec: Any) -> None:
+def test_a_step_that_is_skipped_dropped_or_resumed_leaves_what_was_there(
+    stage: int, codec: Any, nodes: list[int]
+) -> None:
     def first(comm: Communicator) -> tuple[Any, ...]:
         model = make_model()
-        optimizer = build(comm, model, stage, codec, max_norm=0.5)
+        optimizer = build(comm, model, stage, codec, max_norm=0.5, nodes=nodes)
         for step in range(3):
             iterate(model, optimizer, step)
         saved, parts, before = copy.deepcopy(optimizer.state_dict()), save(comm, optimizer), weights(model)
@@ -143,12 +154,12 @@ def test_a_step_that_is_skipped_dropped_or_resumed_leaves_what_was_there(stage: 
             iterate(model, optimizer, step)
         return saved, parts, weights(model)
 
-    found = threads.run(first, 3)
+    found = threads.run(first, len(nodes))
     checkpoint = join([parts for _, parts, _ in found])
 
     def second(comm: Communicator, from_file: bool) -> Tensor:
         model = make_model(seed=1)
-        optimizer = build(comm, model, stage, codec, max_norm=0.5)
+        optimizer = build(comm, model, stage, codec, max_norm=0.5, nodes=nodes)
         iterate(model, optimizer, 9)
         if from_file:
             optimizer.load(checkpoint)
@@ -159,8 +170,37 @@ def test_a_step_that_is_skipped_dropped_or_resumed_leaves_what_was_there(stage: 
         return weights(model)
 
     for from_file in (True, False):
-        for mine in threads.run(lambda comm, f=from_file: second(comm, f), 3):
+        for mine in threads.run(lambda comm, f=from_file: second(comm, f), len(nodes)):
             assert torch.equal(mine, found[0][2])
+
+
+@pytest.mark.filterwarnings("ignore:this state was saved")
+@pytest.mark.parametrize("nodes", ["flat", [0, 1, 0, 1], [0, 1]], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_other_nodes_go_on_from_the_weights_and_state_without_residuals(stage: int, nodes: Any) -> None:
+    def first(comm: Communicator) -> Any:
+        model = make_model()
+        optimizer = build(comm, model, stage, "sign1", nodes=TWO_OF_TWO)
+        for step in range(4):
+            iterate(model, optimizer, step)
+        return save(comm, optimizer)
+
+    checkpoint = join(threads.run(first, 4))
+
+    @on_threads(2 if nodes == [0, 1] else 4)
+    def second(comm: Communicator) -> None:
+        model = make_model(seed=1)
+        optimizer = build(comm, model, stage, "sign1", nodes=nodes)
+        optimizer.load(checkpoint)
+        assert not any(one.any() for key, one in optimizer.rank_tensors().items() if "residual" in key)
+        mine, _, _ = save(comm, optimizer)
+        for one in mine:
+            if one.kind in ("weight", "master", "exp_avg"):
+                assert torch.equal(one.tensor, checkpoint.read(one.kind, one.name, one.start, one.tensor.numel()))
+        iterate(model, optimizer, 4)
+        assert same_on_all_ranks(comm, weights(model))
+
+    second()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -244,18 +284,19 @@ def test_a_parameter_without_a_gradient_counts_as_zero_or_is_left_alone(comm: Co
         assert len(set(comm.all_gather_bytes(weights(model).numpy().tobytes()))) == 1
 
 
+@pytest.mark.parametrize("nodes", [[0, 1], TWO_OF_TWO], ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_residuals_follow_the_loss_scale(stage: int) -> None:
+def test_residuals_follow_the_loss_scale(stage: int, nodes: list[int]) -> None:
     def body(comm: Communicator, scales: tuple[float, ...]) -> Tensor:
         model = make_model()
-        optimizer = build(comm, model, stage, "sign1")
+        optimizer = build(comm, model, stage, "sign1", nodes=nodes)
         for step, scale in enumerate(scales):
             optimizer.loss_scale = scale
             iterate(model, optimizer, step, scale)
         return weights(model)
 
-    plain = threads.run(lambda comm: body(comm, (1.0,) * 6), 2)
-    scaled = threads.run(lambda comm: body(comm, (1.0, 4.0, 4.0, 1024.0, 2.0, 2.0)), 2)
+    plain = threads.run(lambda comm: body(comm, (1.0,) * 6), len(nodes))
+    scaled = threads.run(lambda comm: body(comm, (1.0, 4.0, 4.0, 1024.0, 2.0, 2.0)), len(nodes))
     assert torch.equal(plain[0], scaled[0])
 
 
@@ -305,6 +346,24 @@ def test_bytes_that_are_sent(comm: Communicator, stage: int, dtype: torch.dtype 
     )  # padding to blocks
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_node_sends_what_one_rank_would(stage: int) -> None:
+    def body(comm: Communicator, nodes: Any) -> int:
+        model = nn.Linear(512, 512)
+        optimizer = build(comm, model, stage, ("int4", "int4"), block_size=2048, nodes=nodes)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(2, 512)).sum().backward()
+            optimizer.step()
+        return optimizer.bytes_sent_between_nodes if comm.size == 4 else optimizer.bytes_sent
+
+    by_node, of_ranks = (
+        threads.run(lambda comm: body(comm, TWO_OF_TWO), 4),
+        threads.run(lambda comm: body(comm, "flat"), 2),
+    )
+    assert by_node[0] + by_node[1] == pytest.approx(of_ranks[0], rel=0.02)  # votes, and two headers in place of one
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -319,6 +378,26 @@ def test_bytes_that_are_sent(comm: Communicator, stage: int, dtype: torch.dtype 
 def test_what_cannot_be_rounded_is_refused(comm: Communicator, options: dict[str, Any], message: str) -> None:
     given = {"stage": 1, **options}
     refused(ValueError, message, build, comm, make_model(), given.pop("stage"), given.pop("codec"), **given)
+
+
+@on_threads(4)
+def test_nodes_that_cannot_be_are_refused(comm: Communicator) -> None:
+    refused(ValueError, r"nodes have \[3, 1\] ranks", build, comm, make_model(), 1, "int4", nodes=[0, 0, 0, 1])
+    refused(ValueError, "needs codec=", build, comm, make_model(), 1, None, nodes=TWO_OF_TWO)
+    refused(ValueError, "nodes must be 'auto', 'flat' or", build, comm, make_model(), 1, "int4", nodes="none")
+    other = [0, 0, 1, 1] if comm.rank else [0, 1, 0, 1]
+    refused(ValueError, "against", build, comm, make_model(), 1, "int4", nodes=other)
+
+
+@on_threads(4)
+def test_a_rank_that_has_lost_step_with_its_node_is_told_by_all_nodes(comm: Communicator) -> None:
+    model = make_model()
+    optimizer = build(comm, model, 1, "int4", nodes=TWO_OF_TWO)
+    iterate(model, optimizer, 0)
+    if comm.rank == 3:
+        optimizer._home.rounded[0]._starts += 1
+    with pytest.raises(PacketError, match="lost step"):
+        iterate(model, optimizer, 1)
 
 
 @on_threads(2)

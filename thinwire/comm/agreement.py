@@ -8,15 +8,18 @@ import hashlib
 import json
 import os
 import socket
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
 from thinwire.comm.communicator import Communicator
 
 Result = TypeVar("Result")
+Nodes = Literal["auto", "flat"] | Sequence[int]
+"""Which ranks share a node: as launcher and hosts say, none do, or the node's number for each rank."""
 
 
 def raise_together(comm: Communicator, error: Exception | None, doing: str) -> None:
@@ -190,6 +193,14 @@ class NodeLinks:
         self.inside = inside
         self.between = comm.split(self.lane, key=self.node)
 
+    def number_by_lane(self, comm: Communicator) -> Communicator:
+        """Make a copy of `comm` in which ranks of one lane follow each other, in the order of their nodes, which have
+        equal numbers of ranks. Collective."""
+        assert self.lane is not None, "nodes are alike"
+        numbered = comm.split(0, key=self.lane * self.num_nodes + self.node)
+        assert numbered is not None
+        return numbered
+
     @property
     def bytes_inside(self) -> int:
         """Bytes this rank has sent to ranks of its node."""
@@ -205,3 +216,25 @@ class NodeLinks:
         self.inside.close()
         if self.between is not None:
             self.between.close()
+
+
+def link_nodes(comm: Communicator, nodes: Nodes, *, alike: bool = False) -> tuple[NodeGroups, NodeLinks | None]:
+    """The nodes of `comm`'s ranks, and communicators by node if some have several ranks and `nodes` is not "flat".
+
+    `alike`: nodes must have equal numbers of ranks; if hosts have not, rank 0 warns and nothing goes by node.
+    Collective. Raises ValueError, on every rank, for nodes that cannot be.
+    """
+    if isinstance(nodes, str) and nodes not in ("auto", "flat"):
+        raise ValueError(f"nodes must be 'auto', 'flat' or the node's number for each rank, got {nodes!r}")
+    groups = agree_on_nodes(comm, None if isinstance(nodes, str) else nodes)
+    if nodes == "flat" or not groups.hierarchical:
+        return groups, None
+    sizes = list(map(len, groups.members))
+    if alike and len(set(sizes)) > 1:
+        told = f"nodes have {sizes} ranks, and every rank owns a shard: they go by node only if all have equally many"
+        if nodes != "auto":
+            raise ValueError(f"{told}. Group ranks so, use nodes='flat', or OneBitAdam at stage 0, which takes any")
+        if comm.rank == 0:
+            warnings.warn(f"{told}. Every rank sends for itself, as with nodes='flat'", RuntimeWarning, stacklevel=2)
+        return groups, None
+    return groups, NodeLinks(comm, groups)

@@ -255,7 +255,7 @@ class Exchange:
         """Take over the new residuals. The old ones' memory becomes the next payload."""
         if self.worker_residual is None:
             return
-        assert self._average is not None, "commit() follows wait()"
+        assert self._average is not None or self.owner_residual is None, "commit() follows wait()"
         self.worker_residual, self._payload = self.payload, self.worker_residual
         if self._next_average is not None:
             self._next_average = self.owner_residual

@@ -3,6 +3,8 @@ that a node sends what one rank would."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -11,6 +13,7 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Adjust, Division, EncodePart, Exchange, Leg
+from thinwire.compress.light_exchanges import ExchangeFromOwners, ExchangeToOwners
 from thinwire.compress.packet import (
     Flags,
     Headers,
@@ -79,11 +82,12 @@ class HierarchicalExchange(Exchange):
         write_headers(mine, self._expected.pack(0, flags))
         neighbours = torch.empty(links.inside.size, HEADER_BYTES, dtype=torch.uint8, device=self._device)
         links.inside.all_gather(neighbours, mine)
+        told = Headers(neighbours, 0, links.groups.members[links.node])
         total = self._add_up()
         if links.lane is not None:
             self._sum = total
-            super().start(step, flags, settings)
-        self._headers.append(Headers(neighbours, 0, links.groups.members[links.node]))
+            super().start(step, flags, settings, self._encoder(told))
+        self._headers.append(told)
         self._passed_on = 0
 
     @override
@@ -118,7 +122,7 @@ class HierarchicalExchange(Exchange):
     @override
     def commit(self) -> None:
         if self._links.lane is not None and self.worker_residual is not None:
-            assert self._average is not None, "commit() follows wait()"
+            assert self._average is not None or self.owner_residual is None, "commit() follows wait()"
             self.worker_residual, self._sum = self._sum, self.worker_residual
             self.owner_residual, self._average = self._average, None
 
@@ -132,6 +136,14 @@ class HierarchicalExchange(Exchange):
     def _pass_on_flags(self, packets: Tensor) -> None:
         # What headers told this rank, maybe alone, goes on to every rank.
         read, self._passed_on = self._headers[self._passed_on :], len(self._headers)
+        self._tell(packets, read)
+
+    def _encoder(self, told: Headers) -> EncodePart | None:
+        """What encodes the node's sum, if it does more than that; `told`: what headers inside the node said."""
+        del told
+        return None
+
+    def _tell(self, packets: Tensor, read: Sequence[Headers]) -> None:
         known = Flags.NONE
         for headers in read:
             if headers.raw.device.type != "cpu":
@@ -162,6 +174,23 @@ class HierarchicalExchange(Exchange):
         return total.mul_(links.num_nodes / links.size)
 
 
+class NodesToOwners(ExchangeToOwners, HierarchicalExchange):
+    """Leg 1 alone, by node. Its headers say what those inside the sender's node did, so that every rank knows all."""
+
+    @override
+    def _encoder(self, told: Headers) -> EncodePart:
+        def encode(place: slice, packets: Tensor, header: bytes) -> None:
+            self._encode_part(place, packets)
+            write_headers(packets, header)
+            self._tell(packets, [told])
+
+        return encode
+
+
+class NodesFromOwners(ExchangeFromOwners, HierarchicalExchange):
+    """Leg 2 alone, by node."""
+
+
 def make_exchange(
     comm: Communicator,
     links: NodeLinks | None,
@@ -176,3 +205,20 @@ def make_exchange(
     if links is None:
         return Exchange(comm, numel, codec, bucket=bucket, error_feedback=error_feedback, device=device)
     return HierarchicalExchange(links, numel, codec, bucket=bucket, error_feedback=error_feedback, device=device)
+
+
+def make_legs(
+    comm: Communicator,
+    links: NodeLinks | None,
+    numel: int,
+    codecs: tuple[Codec, Codec],
+    *,
+    bucket: int,
+    device: torch.device,
+) -> tuple[ExchangeToOwners, ExchangeFromOwners]:
+    """One exchange for each leg and its codec, over nodes where there are `links`."""
+    there, back = codecs
+    given = {"bucket": bucket, "device": device}
+    if links is None:
+        return ExchangeToOwners(comm, numel, there, **given), ExchangeFromOwners(comm, numel, back, **given)
+    return NodesToOwners(links, numel, there, **given), NodesFromOwners(links, numel, back, **given)

@@ -3,7 +3,7 @@ averages fewer passes over it (`ExactExchange`), or one leg of the two."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -204,12 +204,10 @@ def make_exact_exchange(
 class ExchangeToOwners(Exchange):
     """Leg 1 alone: owners keep the average of their shards, `average_of_own`, fp32 [shard], until the next `start`."""
 
-    def __init__(
-        self, comm: Communicator, numel: int, codec: Codec, *, bucket: int, device: torch.device | str = "cpu"
-    ) -> None:
-        super().__init__(comm, numel, codec, bucket=bucket, device=device)
+    def __init__(self, *between: Any, **options: Any) -> None:
+        super().__init__(*between, **options)
         self.owner_residual = None
-        self.average_of_own = torch.empty(self.shard, device=device)
+        self.average_of_own = torch.empty(self.shard, device=self._device)
 
     @override
     def advance(self, adjust: Adjust | None = None) -> None:
@@ -222,19 +220,12 @@ class ExchangeToOwners(Exchange):
     def wait(self) -> None:
         """Return at once: what leg 1 brought is there since `advance`."""
 
-    @override
-    def commit(self) -> None:
-        assert self.worker_residual is not None
-        self.worker_residual, self._payload = self.payload, self.worker_residual
-
 
 class ExchangeFromOwners(Exchange):
     """Leg 2 alone, without error feedback: `start_from_owners`, `wait`, `outcome`, `read`."""
 
-    def __init__(
-        self, comm: Communicator, numel: int, codec: Codec, *, bucket: int, device: torch.device | str = "cpu"
-    ) -> None:
-        super().__init__(comm, numel, codec, bucket=bucket, error_feedback=False, device=device)
+    def __init__(self, *between: Any, **options: Any) -> None:
+        super().__init__(*between, error_feedback=False, **options)
 
     def start_from_owners(self, own: Tensor, step: int) -> None:
         """Encode `own`, fp32 [shard], and send it to every rank. It becomes what the codec lost."""

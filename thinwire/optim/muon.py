@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator
+from thinwire.comm.agreement import Nodes
 from thinwire.compress.packet_layout import BlockCodecName
 from thinwire.optim.exact import AdjustLr, Muon, NewtonSchulzType, groups_of, mark_matrices
 from thinwire.optim.optimizer import SavingsReport
@@ -86,6 +87,7 @@ class OneBitMuon(ShardedOptimizer):
         max_norm: float | None = 0.0,
         offload: bool = False,
         pin_memory: bool = True,
+        nodes: Nodes = "auto",
         resync_interval: int = 100,
         averaging: Averaging = PLAIN_AVERAGING,
     ) -> None:
@@ -95,6 +97,7 @@ class OneBitMuon(ShardedOptimizer):
         rates: dict[str, Any] = {"lr": lr, "muon_lr": muon_lr, "adam_lr": adam_lr, "weight_decay": weight_decay}
         matrices = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
         rest = {"betas": betas, "eps": eps}
+        sent = {"nodes": nodes, "resync_interval": resync_interval, "offload": offload, "pin_memory": pin_memory}
         super().__init__(
             _checked(params, warn=comm.rank == 0),
             Muon,
@@ -104,15 +107,12 @@ class OneBitMuon(ShardedOptimizer):
             param_dtype=param_dtype,
             bucket_bytes=LARGEST_BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
             max_norm=max_norm,
-            offload=offload,
-            pin_memory=pin_memory,
             block_size=block_size,
             averaging=averaging,
             codec=_both(codec),
             rest_codec=_both(rest_codec),
-            resync_interval=resync_interval,
             adjust_lr_fn=adjust_lr_fn,
-            **{**rates, **matrices, **rest},
+            **{**rates, **matrices, **rest, **sent},
         )
         self.stage = stage
         self._warn_of_padding()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.comm.agreement import Nodes
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.optim.algorithm import Algorithm, FreezeRule, FreezeStep, make_freeze_rule
@@ -23,7 +24,6 @@ from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
 from thinwire.zero.sharded_home import check_interval
 
 Backend = Literal["nccl", "gloo", "mpi"]
-Nodes = Literal["auto", "flat"] | Sequence[int]
 
 
 class HomeKeywords(TypedDict, total=False):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import check_same_on_every_rank, raise_together
+from thinwire.comm.agreement import check_same_on_every_rank, link_nodes, raise_together
 from thinwire.zero.bucket_layout import BucketLayout, Slot
 from thinwire.zero.placement import Placement, Sharding, WeightGate
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters
@@ -263,8 +263,8 @@ def bring_beside(masters: Sequence[MasterWeights], values: Sequence[Tensor]) -> 
 class ShardedParameters:
     """A model's parameters, with this rank's master weights; the same on every rank but for these.
 
-    `comm`: of the caller. `exchange_comm`: a copy of it, for all that is sent. `order`: numbers, names and groups.
-    `gate`: what waits for new weights while forward runs; None if `step` does.
+    `comm`: of the caller. `exchange_comm`: a copy for all that is sent, whose rank is the shard owned; `links`: beside
+    it, by node. `order`: numbers, names, groups. `gate`: what waits for weights during forward; None if `step` does.
 
     Raises ValueError or TypeError, on every rank, for parameters that cannot be sharded, or that differ between ranks;
     `settings` are compared too.
@@ -294,7 +294,8 @@ class ShardedParameters:
         compared = {**sharding.compared(), "names": self.names, **settings}
         check_same_on_every_rank(comm, self.order.parameters, groups, compared)
         broadcast_from_rank_0(comm, self.order.parameters)
-        self.exchange_comm = comm.duplicate()
+        self.nodes, self.links = link_nodes(comm, sharding.nodes if sharding.codecs else "flat", alike=True)
+        self.exchange_comm = comm.duplicate() if self.links is None else self.links.number_by_lane(comm)
         self.buckets: list[FlatBucket] = []
         self.masters: list[MasterWeights] = []
         self.gate: WeightGate | None = None
@@ -339,9 +340,8 @@ class ShardedParameters:
             )
         within = {id(parameter) for parameter in module.parameters()}
         bucket_of = {id(parameter): bucket.index for bucket in self.buckets for parameter in bucket.parameters}
-        self.gated = {
-            bucket.index for bucket in self.buckets if all(id(parameter) in within for parameter in bucket.parameters)
-        }
+        if self.links is None:
+            self.gated = {one.index for one in self.buckets if all(id(each) in within for each in one.parameters)}
         self.gate = WeightGate(module, bucket_of)
 
     def wait_for_weights(self) -> None:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from thinwire import comm as communication
-from thinwire.comm.agreement import raise_together
+from thinwire.comm.agreement import Nodes, raise_together
 from thinwire.compress.packet_layout import CodecName
 from thinwire.zero import rounded
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, model_state_formula
@@ -169,8 +169,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
         bucket_bytes: gradients that leave together.
         block_size: shards are whole blocks of so many elements.
         max_norm: the averaged gradient's global norm is clipped to it; 0 and None do not clip.
-        offload: keep master weights and optimizer state in CPU memory, for parameters on a GPU; with `pin_memory` the
-            master weights are page-locked, for faster copies.
+        offload, pin_memory: keep master weights, page-locked, and state in CPU memory, for parameters on a GPU.
         averaging: the dtypes in which gradients add up and travel, division before they are summed, and sums in place
             of means; by default none of it.
         codec: round what is sent, with error feedback: gradients through `int4`, `int8`, `fp8`, `stat2` or `sign1`,
@@ -178,6 +177,8 @@ class ShardedOptimizer(SynchronizedOptimizer):
             through its second codec. Replicas have the same bits; master weights may be ahead of them. Gradients leave
             once a step, at stage 2 too. None sends both exactly.
         rest_codec: in place of `codec`, for what needs no single owner: embeddings, norms and biases with Muon.
+        nodes: with `codec`, which ranks share a node, in which gradients are added up exactly, and which sends what one
+            rank would: as in OneBitAdam, but nodes must have equally many.
         resync_interval: steps between two comparisons of replicas, at stage 0 and with `codec`.
         options: for the optimizer class: lr, betas, ...
 
@@ -204,6 +205,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
         averaging: Averaging = PLAIN_AVERAGING,
         codec: CodecName | tuple[CodecName, CodecName] | None = None,
         rest_codec: CodecName | tuple[CodecName, CodecName] | None = None,
+        nodes: Nodes = "auto",
         resync_interval: int = 100,
         **options: Any,
     ) -> None:
@@ -217,7 +219,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
         )
         kept, told = (offload, pin_memory), {"resync_interval": resync_interval}
         sharding = Sharding(
-            stage, param_dtype, bucket_bytes, block_size, max_norm, *kept, averaging, whole, codecs, of_rest
+            stage, param_dtype, bucket_bytes, block_size, max_norm, *kept, averaging, whole, codecs, of_rest, nodes
         )
         error: Exception | None = None
         try:
@@ -335,10 +337,14 @@ class _ElementwiseHome(ShardedHome):
         return {key: tensor for one in self.rounded for key, tensor in one.rank_tensors(self.names).items()}
 
     @override
+    def counters(self) -> dict[str, Any]:
+        return {"nodes": rounded.saved_nodes(self._parameters)} if self._parameters.links else {}
+
+    @override
     def check(self, source: SliceSource) -> None:
         super().check(source)
         if self.rounded:
-            rounded.ranks_with_residuals(self.rounded, source, self.names, self.comm)
+            rounded.ranks_with_residuals(self.rounded, source, self._parameters)
 
     def _state_slices(self) -> list[SavedSlice]:
         pairs = zip(self.optimizers, self._parameters.masters, strict=True)
@@ -350,7 +356,7 @@ class _ElementwiseHome(ShardedHome):
         for one in self.optimizers:
             one.load(source, self._parameters.names)
         if self.rounded:
-            rounded.load_residuals(self.rounded, source, self.names, self.comm)
+            rounded.load_residuals(self.rounded, source, self._parameters)
 
     @override
     def reset_state(self) -> None:
@@ -362,13 +368,10 @@ class _ElementwiseHome(ShardedHome):
     @override
     def model_state_bytes(self) -> dict[str, float]:
         kinds = {one.kind for one in self._state_slices()}
+        stage, size = self._parameters.sharding.stage, self._parameters.buckets[0].dtype.itemsize
+        state, held = 4 * sum(not kind.startswith("scalar.") for kind in kinds), self._parameters.gradient_bytes
         found = model_state_formula(
-            self._parameters.sharding.stage,
-            self._numel,
-            self.comm.size,
-            element_bytes=self._parameters.buckets[0].dtype.itemsize,
-            state_bytes=4 * sum(not kind.startswith("scalar.") for kind in kinds),
-            gradient_bytes=self._parameters.gradient_bytes,
+            stage, self._numel, self.comm.size, element_bytes=size, state_bytes=state, gradient_bytes=held
         )
         if any(one.layout.whole for one in self._parameters.buckets):  # other kinds of state, and unequal shares
             found["optimizer state"] = float(sum(one.state_bytes() for one in self.optimizers))

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.comm import Communicator
-from thinwire.compress.codecs import Codec, make_codec
+from thinwire.compress.codecs import make_codec
 from thinwire.compress.exchange import Exchange, bring_headers
+from thinwire.compress.hierarchical_exchange import make_exchange, make_legs
 from thinwire.compress.light_exchanges import ExchangeFromOwners, ExchangeToOwners
 from thinwire.zero.bucket_layout import Slot
 from thinwire.zero.gradient_seal import Seal
@@ -35,7 +35,7 @@ _OF_RANK = "gradient_residual"
 
 
 class RoundedGradients(BucketGradients):
-    """The gradients of one bucket's parameters, which leave once a step, through `codec`, with error feedback.
+    """The gradients of one bucket's parameters, which leave once a step, through `exchange`, with error feedback.
 
     `commit` takes the new residuals over; without it, as in a step that is skipped, they stay as they were. They are
     times `loss_scale`, as the gradients that they are added to; of a scale that a GradScaler tells only with the step,
@@ -46,18 +46,16 @@ class RoundedGradients(BucketGradients):
     def __init__(
         self,
         bucket: FlatBucket,
-        comm: Communicator,
         stage: int,
         averaging: Averaging,
         seal: Seal,
-        codec: Codec,
+        exchange: Exchange,
         loss_scale: Callable[[], float],
     ) -> None:
-        super().__init__(bucket, comm, stage, averaging, seal)
+        super().__init__(bucket, bucket.comm, stage, averaging, seal)
         self._shard = None
         self.overwrites_gradients = False
-        kind = ExchangeToOwners if stage else Exchange
-        self.exchange = kind(comm, self.layout.numel, codec, bucket=bucket.index, device=bucket.flat.device)
+        self.exchange = exchange
         self._loss_scale, self._scale = loss_scale, 1.0
         self._starts = 0
 
@@ -127,12 +125,13 @@ class RoundedGradients(BucketGradients):
         for old, new in zip(before, (self.exchange.worker_residual, self.exchange.owner_residual), strict=True):
             if factor != 1.0 and old is not None and new is not None:
                 new.add_(old, alpha=factor - 1)
-            if new is not None and len(new) == self.layout.padded_numel:
-                self._clear_gaps(new)
+        assert self.exchange.worker_residual is not None
+        self._clear_gaps(self.exchange.worker_residual, self.exchange.worker_place.start)
 
-    def _clear_gaps(self, values: Tensor) -> None:
-        for gap in self.layout.gaps:  # between owners' parameters, whose blocks reach into them
-            values[gap].zero_()
+    def _clear_gaps(self, values: Tensor, first: int = 0) -> None:
+        """Zero what lies between owners' parameters, whose blocks reach into it; `values` are from `first` on."""
+        for gap in self.layout.gaps:
+            values[max(gap.start - first, 0) : max(gap.stop - first, 0)].zero_()
 
     def _scale_residuals(self, scale: float) -> None:
         factor, self._scale = scale / self._scale, scale
@@ -182,11 +181,8 @@ class WeightDifferences:
     Ranks hold the same bits where they did before: all of them, the owner too, add what was decoded.
     """
 
-    def __init__(self, bucket: FlatBucket, codec: Codec) -> None:
-        self._bucket = bucket
-        self._exchange = ExchangeFromOwners(
-            bucket.comm, bucket.layout.numel, codec, bucket=bucket.index, device=bucket.flat.device
-        )
+    def __init__(self, bucket: FlatBucket, exchange: ExchangeFromOwners) -> None:
+        self._bucket, self._exchange = bucket, exchange
         self._starts = 0
 
     def publish(self, own: Tensor) -> Callable[[], None]:
@@ -215,14 +211,19 @@ def rounded_gradients(
     sharding = parameters.sharding
     if sharding.codecs is None:
         return []
-    comm, averaging, found = parameters.exchange_comm, sharding.averaging, []
+    over, found = (parameters.exchange_comm, parameters.links), []
     for one in parameters.masters:
-        names = sharding.codecs_of(one.bucket.layout)
+        bucket, names = one.bucket, sharding.codecs_of(one.bucket.layout)
         assert names is not None
         there, back = (make_codec(name, sharding.block_size) for name in names)
+        numel, index, device = bucket.layout.numel, bucket.index, bucket.flat.device
+        exchange: Exchange
         if one.ahead:
-            one.send = WeightDifferences(one.bucket, back).publish
-        found.append(RoundedGradients(one.bucket, comm, sharding.stage, averaging, seal, there, loss_scale))
+            exchange, leg_2 = make_legs(*over, numel, (there, back), bucket=index, device=device)
+            one.send = WeightDifferences(bucket, leg_2).publish
+        else:
+            exchange = make_exchange(*over, numel, there, bucket=index, device=device)
+        found.append(RoundedGradients(bucket, sharding.stage, sharding.averaging, seal, exchange, loss_scale))
     return found
 
 
@@ -253,17 +254,27 @@ def bytes_of_rounding(gradients: Sequence[RoundedGradients], parameters: Sharded
 # Checkpoints
 
 
+def saved_nodes(parameters: ShardedParameters) -> list[int] | None:
+    """The node of each rank, if residuals belong to nodes."""
+    return None if parameters.links is None else list(parameters.nodes.node_of)
+
+
 def ranks_with_residuals(
-    gradients: Sequence[RoundedGradients], source: SliceSource, names: Sequence[str], comm: Communicator
+    gradients: Sequence[RoundedGradients], source: SliceSource, parameters: ShardedParameters
 ) -> list[int] | None:
     """The ranks whose residuals this one goes on with: its own, or of another number of ranks all; None if one's were
-    not saved, or cannot be had here.
+    not saved, or cannot be had here, as those of other nodes.
 
     Raises DamagedStateError if some parameters' were, and not all.
     """
-    ranks = [comm.rank] if source.world_size == comm.size else list(range(source.world_size))
-    slots = [slot for one in gradients for slot in one.layout.slots]
-    wanted = {f"{_OF_RANK}.{names[slot.parameter]}" for slot in slots if slot.numel}
+    comm, names, nodes = parameters.comm, parameters.names, saved_nodes(parameters)
+    by_node = source.counters().get("nodes")
+    same = source.world_size == comm.size and by_node == nodes
+    if not same and (nodes is not None or by_node is not None):
+        return None
+    ranks = [comm.rank] if same else list(range(source.world_size))
+    runs = [run for one in gradients for run in runs_in(one.layout, one.exchange.worker_place)]
+    wanted = {f"{_OF_RANK}.{names[run.parameter]}" for run in runs}
     missing = [wanted.difference(source.rank_keys(rank)) for rank in ranks]
     if any(one == wanted for one in missing):
         return None
@@ -273,17 +284,15 @@ def ranks_with_residuals(
     return ranks
 
 
-def load_residuals(
-    gradients: Sequence[RoundedGradients], source: SliceSource, names: Sequence[str], comm: Communicator
-) -> None:
+def load_residuals(gradients: Sequence[RoundedGradients], source: SliceSource, parameters: ShardedParameters) -> None:
     """Take over the residuals of all buckets, with a warning if they are there and cannot be had."""
-    ranks = ranks_with_residuals(gradients, source, names, comm)
+    ranks = ranks_with_residuals(gradients, source, parameters)
     for one in gradients:
         one.reset()
         if ranks is not None:
-            one.load(source, names, ranks)
+            one.load(source, parameters.names, ranks)
     if ranks is None and _was_rounded(source):
-        warn_of_lost_residuals(source, comm)
+        warn_of_lost_residuals(source, parameters.comm)
 
 
 def _was_rounded(source: SliceSource) -> bool:

@@ -128,6 +128,7 @@ class Counters(BaseModel):
     optimizer: str
     groups: list[dict[str, Any]]
     skipped_steps: Count = 0
+    nodes: list[int] | None = None
 
 
 class DamagedStateError(ValueError):

@@ -158,7 +158,16 @@ class ShardedHome(Home):
     @property
     @override
     def bytes_sent(self) -> int:
-        return self._parameters.exchange_comm.traffic.bytes_sent
+        links = self._parameters.links
+        by_node = 0 if links is None else links.bytes_inside + links.bytes_between
+        return self._parameters.exchange_comm.traffic.bytes_sent + by_node
+
+    @property
+    @override
+    def bytes_sent_between_nodes(self) -> int:
+        parameters = self._parameters
+        flat = round(parameters.exchange_comm.traffic.bytes_sent * parameters.nodes.part_between(self.comm.rank))
+        return flat if parameters.links is None else flat + parameters.links.bytes_between
 
     # One step
 
@@ -282,6 +291,8 @@ class ShardedHome(Home):
     @override
     def close(self) -> None:
         self._parameters.exchange_comm.close()
+        if self._parameters.links is not None:
+            self._parameters.links.close()
 
     @property
     def _numel(self) -> int:

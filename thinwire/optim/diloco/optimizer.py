@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import NodeLinks, agree_on_nodes, check_same_on_every_rank, on_every_rank
+from thinwire.comm.agreement import NodeLinks, Nodes, agree_on_nodes, check_same_on_every_rank, on_every_rank
 from thinwire.comm.elastic import Elastic
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
@@ -33,7 +33,7 @@ from thinwire.optim.diloco.options import (
 from thinwire.optim.diloco.outer import OuterSettings, make_outer_step
 from thinwire.optim.diloco.worker import NodeWorker, Worker
 from thinwire.optim.exact import mark_matrices
-from thinwire.optim.options import Backend, Nodes, check_count
+from thinwire.optim.options import Backend, check_count
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_kind
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer

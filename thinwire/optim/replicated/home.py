@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import NodeLinks, agree_on_nodes, check_same_on_every_rank, raise_together
+from thinwire.comm.agreement import check_same_on_every_rank, link_nodes, raise_together
 from thinwire.optim.bucket import Bucket, place_of
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.home import AlgorithmHome, check_in_sync, check_settings, slices
@@ -46,9 +46,7 @@ class ReplicatedHome(AlgorithmHome):
         self._optimizer_name = type(optimizer).__name__
         self._table = ParameterTable(optimizer, recipe.hyperparameters, options.named_parameters, options.param_dtype)
         self.parameters, self.names = self._table.parameters, self._table.names
-        self._nodes = agree_on_nodes(comm, None if isinstance(options.nodes, str) else options.nodes)
-        by_node = self._nodes.hierarchical and options.nodes != "flat"
-        self._links = NodeLinks(comm, self._nodes) if by_node else None
+        self._nodes, self._links = link_nodes(comm, options.nodes)
         self._exchange_comm = comm.duplicate()
         wire = Wire(self._exchange_comm, options, self._links)
         self._layout = FreezeGroups(self._table, wire, options, recipe.algorithm, self._make_rule)
