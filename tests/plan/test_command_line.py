@@ -163,7 +163,7 @@ CHANGES = (
     "--dtype bf16, --accumulation 2, --update 500ms, --latency 500us, --message 500us, --inside-latency 5ms, "
     "--inside-message 50ms, --overlap 30%, --memory 1GB, --cores-per-node 2, --methods ddp-fp32, --powersgd-ranks 2, "
     "--steps 50, --warmup 0.5, --warmup-wire fp32, --var-freeze-step 3, --var-update-scaler 3, --local-step-scaler 3, "
-    "--local-step-clipper 3, --every 17, --fragments 3, --outer-overlap 0, --outer-codec sign1, "
+    "--local-step-clipper 3, --every 17, --fragments 3, --outer-overlap 0, --outer-codec sign1, --inner Muon, "
     "--muon-codec int8, --bucket 3MiB, --sequence 128, --micro-batch 3"
 )
 
@@ -186,13 +186,16 @@ def test_local_updates_say_what_was_published_of_their_loss_and_whether_a_fragme
     assert "(loss +1.3%, published)" in printed
     _, printed, _ = run(capsys, *line, "--speed-only")
     assert "thinwire.DiLoCo(model.named_parameters(), torch.optim.AdamW, lr=lr, every=30)" in printed
-    assert "loss     +1.3% beside data parallel, published, not measured here (arXiv 2503.09799)" in printed
+    assert "loss     +1.3% beside data parallel, published with AdamW inside (arXiv 2503.09799)" in printed
     _, printed, _ = run(capsys, *line, "--speed-only", "--outer-codec", "int8")
     assert re.search(
         r"outer    .* a node leave at once, .*: training stalls .* an overlap of \d+ would hide it", printed
     )
     _, printed, _ = run(capsys, *line, "--speed-only", "--outer-overlap", "29", "--fragments", "1")
     assert "hidden behind 29 steps" in printed
+    _, printed, _ = run(capsys, *line, "--speed-only", "--inner", "Muon")
+    assert "thinwire.DiLoCo(model.named_parameters(), thinwire.optim.Muon, lr=lr, every=30)" in printed
+    assert "published with AdamW inside (arXiv 2503.09799)" in printed
     small = ("plan", "--parameters", "4M", "--link", "100Mb/s", "--methods", "diloco", "ddp-bf16", "--nodes", "16")
     _, printed, _ = run(capsys, *small)
     assert "loss +3.9% or worse, published" in printed

@@ -28,7 +28,7 @@ from thinwire.plan import (
     predict,
 )
 from thinwire.plan.cluster import NO_BUCKETS, Buckets, Cost, cut, seconds_beside
-from thinwire.plan.methods import ZeroOneSteps
+from thinwire.plan.methods import OuterSchedule, ZeroOneSteps
 
 SLACK = 1 + 1e-9
 
@@ -51,6 +51,17 @@ def test_a_step_is_its_parts_and_never_less_than_its_computation(job) -> None:
         values = [getattr(step, field.name) for step in prediction.phases.values()]
         average = getattr(prediction.average, field.name)
         assert min(values) / SLACK <= average <= max(values) * SLACK
+
+
+def test_muon_inside_orthogonalises_every_matrix_on_every_worker() -> None:
+    """Where one owner of each does, a rank takes its share of the time."""
+    workload, cluster = bert("large"), ethernet(4)
+    local = Schedule(outer=OuterSchedule(inner="Muon"))
+    computed = [
+        predict(workload, cluster, method, local).average.compute - workload.forward_seconds - workload.backward_seconds
+        for method in (Method("diloco"), Method("onebit-muon"))
+    ]
+    assert computed[0] == pytest.approx(4 * computed[1])
 
 
 @given(jobs(), rates, rates)

@@ -66,7 +66,8 @@ def _code_for(method: Method, cluster: Cluster, schedule: Schedule, *, steps_giv
             if getattr(given, name) != getattr(usual, name)
         ]
         flat = ['nodes="flat"'] if cluster.has_hierarchy and not method.hierarchical else []
-        return f"thinwire.DiLoCo(model.named_parameters(), torch.optim.AdamW, {', '.join(options + flat)})"
+        inner = f"{'thinwire' if given.inner == 'Muon' else 'torch'}.optim.{given.inner}"
+        return f"thinwire.DiLoCo(model.named_parameters(), {inner}, {', '.join(options + flat)})"
     assert method.entry is not None
     options = ["lr=lr"]
     if method.stage:

@@ -15,7 +15,7 @@ from thinwire.compress.packet_layout import CODE_BITS
 from thinwire.plan.answer import as_answer, as_json, as_table, draw_plan
 from thinwire.plan.cluster import Cluster, Link, Processor
 from thinwire.plan.measure import measure_script
-from thinwire.plan.methods import ALGORITHMS, CODECS, WARMUP_WIRES, OuterSchedule, Schedule, methods_for
+from thinwire.plan.methods import ALGORITHMS, CODECS, INNER, WARMUP_WIRES, OuterSchedule, Schedule, methods_for
 from thinwire.plan.models import named_model
 from thinwire.plan.recommendation import Plan, plan
 from thinwire.plan.units import Kind, PlanError, rate_in_words, read, require_whole
@@ -103,6 +103,7 @@ def _add_run(run: argparse._ArgumentGroup) -> None:
     run.add_argument("--fragments", type=int, help="DiLoCo's; by default one for every three layers")
     run.add_argument("--outer-overlap", type=int, default=outer.overlap, help="steps that a fragment is in flight")
     run.add_argument("--outer-codec", choices=CODECS, default=outer.codec, help=f"by default {outer.codec}")
+    run.add_argument("--inner", choices=INNER, default=outer.inner, help="what steps inside DiLoCo's workers")
     codec = defaults.muon_codec
     run.add_argument("--muon-codec", choices=CODE_BITS, default=codec, help=f"1-bit Muon's, by default {codec}")
     run.add_argument("--bucket", metavar="SIZE", help="of thinwire's optimizers, as 16MiB; else as they have them")
@@ -175,7 +176,7 @@ class _Request:
             local_step_clipper=typed.local_step_clipper,
             bucket_bytes=None if typed.bucket is None else max(1, round(typed.bucket)),
             muon_codec=typed.muon_codec,
-            outer=OuterSchedule(typed.every, typed.fragments, typed.outer_overlap, typed.outer_codec),
+            outer=OuterSchedule(typed.every, typed.fragments, typed.outer_overlap, typed.outer_codec, typed.inner),
         )
         device = named_device(typed.device or DEFAULT_DEVICE)
         cluster = self._cluster(device)

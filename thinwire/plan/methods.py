@@ -34,7 +34,7 @@ class Method:
     """One way to train.
 
     `algorithm`: "ddp-fp32" and "ddp-bf16", torch's DDP with Adam, plain and with bf16_compress_hook; "powersgd", DDP
-    with powerSGD_hook of `rank`; "sharded-adam", AdamW at ZeRO stages 1 to 3; "diloco", local steps of AdamW; or one of
+    with powerSGD_hook of `rank`; "sharded-adam", AdamW at ZeRO stages 1 to 3; "diloco", local steps; or one of
     thinwire's other optimizers, as "onebit-adam". `hierarchical`: exact inside nodes, compressed between them, at stage
     0; with DiLoCo nodes are the workers.
     """
@@ -102,6 +102,10 @@ def methods_for(
 CODECS: tuple[CodecName, ...] = get_args(CodecName)
 """What outer gradients can go through."""
 
+InnerName = Literal["AdamW", "Muon"]
+INNER: tuple[InnerName, ...] = get_args(InnerName)
+"""What may step inside a worker."""
+
 _LAYERS_A_FRAGMENT = 3
 
 
@@ -114,12 +118,14 @@ class OuterSchedule:
         fragments: into how many the model is cut; None: one for every three layers.
         overlap: steps that a fragment is in flight while training goes on.
         codec: what it goes through.
+        inner: what steps inside.
     """
 
     every: int = 30
     fragments: int | None = None
     overlap: int = 1
     codec: CodecName = "int4"
+    inner: InnerName = "AdamW"
 
     def __post_init__(self) -> None:
         require_whole("every", self.every)
@@ -129,6 +135,8 @@ class OuterSchedule:
             raise PlanError(f"overlap must be a number of steps from 0 up to every={self.every}, got {self.overlap!r}")
         if self.codec not in CODECS:
             raise PlanError(f"codec {self.codec!r} is not one of {', '.join(CODECS)}")
+        if self.inner not in INNER:
+            raise PlanError(f"inner {self.inner!r} is not one of {', '.join(INNER)}")
 
     def fragments_of(self, model: Transformer) -> int:
         """Into how many a model is cut."""

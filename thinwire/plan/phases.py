@@ -96,6 +96,15 @@ class Setting:
             whole = self.parameters / self.cluster.processor.adam
         return whole / (self.cluster.ranks if self.method.stage > 0 else 1)
 
+    @property
+    def muon_seconds(self) -> float:
+        """Of Muon on what one rank owns: Newton-Schulz iterations of the matrices, and AdamW on what comes last."""
+        model = self.workload.model
+        operations = sum(one.newton_schulz_operations for one in model.hidden)
+        owned = operations / (self.cluster.ranks if self.method.stage > 0 else 1)
+        adam = self.adam_seconds * model.last_elements / model.parameters
+        return owned * self.workload.seconds_an_operation + adam
+
     def pass_seconds(self, bytes_an_element: float) -> float:
         """Of one pass over all parameters at the speed of memory."""
         return self.parameters * bytes_an_element / self.cluster.processor.memory
@@ -236,9 +245,8 @@ def _muon(setting: Setting) -> list[Phase]:
         matrices = cut(elements, 0, largest, lambda one: leg(cluster, one, codec))
         return replace(matrices, last=leg(cluster, model.last_elements, "stat2") if model.last else _NOTHING)
 
-    operations = sum(one.newton_schulz_operations for one in model.hidden) / cluster.ranks
-    adam = replace(setting, method=replace(setting.method, stage=1)).adam_seconds  # of shards, at every stage
-    update = operations * setting.workload.seconds_an_operation + adam * model.last_elements / model.parameters
+    # Of shards, at every stage.
+    update = replace(setting, method=replace(setting.method, stage=1)).muon_seconds
     return [Phase("every step", 1.0, in_buckets(to_owners), update, in_buckets(from_owners).total)]
 
 
@@ -267,7 +275,7 @@ def _local_updates(setting: Setting) -> list[Phase]:
     if setting.method.hierarchical:
         size = setting.workload.element_bytes
         inside = setting.in_sharded_buckets(size, lambda elements: inside_nodes(cluster, "all_reduce", elements * size))
-    local = Phase("local", 1.0, inside, setting.adam_seconds)
+    local = Phase("local", 1.0, inside, setting.muon_seconds if outer.inner == "Muon" else setting.adam_seconds)
     if setting.method.workers(cluster) == 1:
         return [replace(local, name="every step")]
     exchange = hierarchical_exchange if setting.method.hierarchical else two_legs

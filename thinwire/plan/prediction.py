@@ -33,6 +33,8 @@ def _memory(setting: Setting, *, warm: bool) -> dict[str, float]:
         held = model_state_formula(method.stage, parameters, ranks, element_bytes=workload.element_bytes)
         if method.algorithm == DILOCO:
             held |= _outer_state(setting)
+            if setting.schedule.outer.inner == "Muon":  # has no second moment of matrices
+                held["optimizer state"] = (parameters + workload.model.last_elements) * _FP32 * 1.0
         elif not method.stage:
             held["buckets"] = parameters * workload.element_bytes
     if method.rank is not None:

@@ -96,7 +96,7 @@ def keeps_the_loss(method: Method) -> bool:
 def loss_in_words(method: Method, parameters: int, workers: int) -> str:
     """What is known of it, for one line; `workers`: that train by themselves, with DiLoCo."""
     if method.algorithm == DILOCO:
-        text = f"{local_updates_loss(parameters, workers):+.1%} beside data parallel, published, not measured here"
+        text = f"{local_updates_loss(parameters, workers):+.1%} beside data parallel, published with AdamW inside"
         beyond = [SOURCE]
         if parameters < SMALLEST:
             beyond.append(f"for {SMALLEST / 1e6:.0f}M parameters; below that it is worse")
