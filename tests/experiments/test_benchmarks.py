@@ -154,8 +154,8 @@ def test_codec_errors_write_numbers(tmp_path: Path) -> None:
     assert [(one["codec"], one["block_size"]) for one in found] == codec_errors.CONTENDERS
     for values in ("Gaussian", "outer gradient"):
         lost = {(one["codec"], one["block_size"]): one["lost"][values] for one in found}
-        assert lost["sign1", 2048] > lost["stat2", 2048] > lost["int4", 2048] > lost["int4", 128] > lost["fp8", 2048]
-    assert next(one for one in found if one["block_size"] == 128)["bits"] == 4.25
+        assert lost["sign1", 2048] > lost["stat2", 2048] > lost["int4", 2048] > lost["int4", 256] > lost["fp8", 2048]
+    assert next(one for one in found if one["block_size"] == 256)["bits"] == 4.125
 
 
 ELEMENTS, BLOCK_SIZE = 6 * 2048, 2048

@@ -339,7 +339,8 @@ def test_bytes_that_are_sent(comm: Communicator, stage: int, dtype: torch.dtype 
     model(torch.randn(2, 512).to(model.weight.dtype)).sum().backward()
     optimizer.step()
     an_element = (0.5 + 0.5 if stage == 0 else 0.5 + 1.0) * 3 / 4
-    assert an_element < (optimizer.bytes_sent - before) / numel < 1.15 * an_element
+    most = 8 / 7.7 * 3 / 4 if stage == 0 else 1.15 * an_element  # of what fp32 sends
+    assert an_element < (optimizer.bytes_sent - before) / numel < most
     held = optimizer.model_state_bytes()
     assert held["residuals"] == pytest.approx(
         numel * (4 + (4 / comm.size if stage == 0 else 0)), rel=0.04

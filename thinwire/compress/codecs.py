@@ -306,7 +306,7 @@ def cut_shard(shard: int, block_size: int, least: int) -> Sequence[slice]:
 
 
 def make_codec(name: CodecName, block_size: int = DEFAULT_BLOCK_SIZE) -> Codec:
-    """The codec called `name`, with scales for each `block_size` elements; of `int4` for each 128.
+    """The codec called `name`, with scales for each `block_size` elements; of `int4` for each 256.
 
     name: `sign1` (the sign, and mean magnitudes of blocks), `stat2` (2 bits: the sign and one of two magnitudes),
     `int4`, `int8` (whole multiples of a scale), `fp8` (e4m3), `bf16`, `fp16` or `none`.

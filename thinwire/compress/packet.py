@@ -21,7 +21,7 @@ from thinwire.compress.packet_layout import HEADER_BYTES
 _HEADER = struct.Struct("<HBBHHHHHH")
 assert _HEADER.size == HEADER_BYTES
 _MAGIC = 0x5754  # "TW", little-endian
-_VERSION = 3
+_VERSION = 4
 _FLAG_BYTES = slice(4, 6)
 _NUMBER_BYTES = slice(12, 16)  # step and settings, which change from step to step
 _FLAGS_INT16, _SETTINGS_INT16 = 2, 7  # places in the header seen as int16

@@ -4,6 +4,7 @@ how large packets are without torch."""
 from __future__ import annotations
 
 import functools
+import math
 from typing import Literal
 
 BlockCodecName = Literal["sign1", "stat2", "int4", "fp8", "int8"]
@@ -15,8 +16,8 @@ BLOCK_MULTIPLE = 64
 MAX_BLOCK_SIZE = 65536
 # One fp32 scale a block: at 2048 elements the scales add 1.6% to sign1's bits.
 DEFAULT_BLOCK_SIZE = 2048
-# Of int4: a quarter of a bit an element, and less error for it than more levels would bring (docs, "Codecs").
-_INT4_BLOCK = 128
+# Of int4: an eighth of a bit an element, and less error for it than more levels would bring (docs, "Decisions").
+_INT4_BLOCK = 256
 CODE_BITS = {"sign1": 1, "stat2": 2, "int4": 4, "fp8": 8, "int8": 8}
 """Of the codecs that have kernels."""
 BLOCK_SCALES = {"sign1": 1, "stat2": 2, "int4": 1, "fp8": 1, "int8": 1}
@@ -27,11 +28,9 @@ VALUE_BYTES = {"bf16": 2, "fp16": 2, "none": 4}
 
 @functools.cache
 def scale_block(codec: str, block_size: int) -> int:
-    """Elements that share their scales where a codec is asked for blocks of `block_size`: that many; of int4 128, or 64
-    where 128 does not divide them."""
-    if codec != "int4":
-        return block_size
-    return min(block_size, _INT4_BLOCK) if block_size % _INT4_BLOCK == 0 else BLOCK_MULTIPLE
+    """Elements that share their scales where a codec is asked for blocks of `block_size`: that many; of int4 256, or
+    where these do not divide them 128 or 64."""
+    return math.gcd(block_size, _INT4_BLOCK) if codec == "int4" else block_size
 
 
 def codes_offset(codec: str, shard: int, block_size: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from thinwire.comm.agreement import Nodes
 from thinwire.compress.codecs import make_codec
-from thinwire.compress.packet_layout import CODE_BITS, CodecName
+from thinwire.compress.packet_layout import CODE_BITS, CodecName, scale_block
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, BucketLayout, partition, partition_whole
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -136,7 +136,7 @@ class Placement:
                 numels,
                 [number for number in self.order if (dtypes[number], whole[number]) == (dtype, owned)],
                 world_size=world_size,
-                block_size=sharding.block_size,
+                block_size=sharding.shard_block,
                 bucket_numel=max(1, sharding.bucket_bytes // dtype.itemsize),
             )
         ]
@@ -216,6 +216,12 @@ class Sharding:
         for pair in (self.codecs, self.rest_codecs):
             if pair is not None:
                 self._check_codecs(*pair)
+
+    @property
+    def shard_block(self) -> int:
+        """Elements of which shards are whole multiples: with codecs those that share scales, as padding is sent."""
+        named = [name for pair in (self.codecs, self.rest_codecs) if pair is not None for name in pair]
+        return max((scale_block(name, self.block_size) for name in named), default=self.block_size)
 
     def codecs_of(self, layout: BucketLayout) -> tuple[CodecName, CodecName] | None:
         """What a bucket's gradients, and what comes back, go through."""

@@ -215,7 +215,7 @@ def rounded_gradients(
     for one in parameters.masters:
         bucket, names = one.bucket, sharding.codecs_of(one.bucket.layout)
         assert names is not None
-        there, back = (make_codec(name, sharding.block_size) for name in names)
+        there, back = (make_codec(name, bucket.layout.block_size) for name in names)
         numel, index, device = bucket.layout.numel, bucket.index, bucket.flat.device
         exchange: Exchange
         if one.ahead:

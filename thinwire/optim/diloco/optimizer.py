@@ -70,7 +70,7 @@ class DiLoCo(SynchronizedOptimizer):
         codec: what outer gradients go through: "none", "bf16", "fp16", "int8", "fp8", "int4", which lost nothing in
             published studies, "stat2" (2 bits), which cost about 1%, or "sign1", which does not hold. One worker sends
             nothing.
-        block_size: elements that share one scale; of int4 128 at most.
+        block_size: elements that share one scale; of int4 256 at most.
         nodes: workers of several ranks, which average gradients exactly among themselves: "auto" makes each host of
             several ranks a worker where there are several hosts, "flat" every rank; else the node of each rank.
         stage: inside such a node, 0 keeps all state on every rank, 1 and 2 shard it (ZeRO).
