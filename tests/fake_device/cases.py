@@ -33,6 +33,7 @@ from thinwire import comm as communication
 from thinwire.comm import Communicator, threads
 from thinwire.optim.captured_step import CapturedStep
 from thinwire.zero import ShardedOptimizer
+from thinwire.zero.memory import live_tensor_bytes
 
 TRAINED = 12  # the warmup, and frozen steps of every kind
 
@@ -48,6 +49,13 @@ def train(
         (model(inputs) - wanted).square().mean().backward()
         optimizer.step()
     optimizer.eval()
+    if isinstance(subject, Rounded):  # only CPUs keep what gradients gather in
+        optimizer.zero_grad()
+        found = live_tensor_bytes(model, optimizer).items()
+        held = sum(one for (kind, where), one in found if kind == "gradients" and where.startswith(device))
+        assert held - optimizer.model_state_bytes()["gradients"] < 256
+        payload = sum(4 * one.layout.padded_numel for one in optimizer._home.gradients)
+        assert (held < payload) == (device != "cpu" and subject.stage > 0)
     return weights(model).cpu()
 
 
@@ -301,6 +309,7 @@ CASES: dict[str, Callable[[], None]] = (
         "nodes-waits": partial(waits_once_a_step, SUBJECTS[0], nodes=[0, 0]),
         "rounded-0": partial(steps_as_the_cpu_does, Rounded(0), 3),
         "rounded-1": partial(steps_as_the_cpu_does, Rounded(1), 3),
+        "rounded-1-nodes": partial(steps_as_the_cpu_does, Rounded(1), 4, options={"nodes": [0, 0, 1, 1]}),
         "rounded-muon": partial(steps_as_the_cpu_does, Rounded(1, muon=True), 3, options={"max_norm": 0.5}),
         "rounded-2-offloaded": partial(steps_as_the_cpu_does, Rounded(2), 2, torch.bfloat16, OFFLOADED),
         "edits": edits_of_gradients_are_noticed,

@@ -121,7 +121,6 @@ class Exchange:
         self.owner_place = slice(first, first if division.own is None else first + self.shard)
         self.worker_place = slice(0, self.shard * division.sent)
         self.parts = cut_shard(self.shard, codec.block_size, least_part(codec, comm.backend) if part is None else part)
-        owned = 0 if division.own is None else self.shard
         valid = 0 if division.own is None else valid_in_shard(numel, self.shard, division.own)
         # Of each part: the bytes of a packet, and the elements of the own shard that are not padding.
         self._part_bytes = [codec.packet_bytes(part.stop - part.start) for part in self.parts]
@@ -133,8 +132,9 @@ class Exchange:
         self.owner_residual: Tensor | None = None
         if error_feedback:
             self.worker_residual = torch.zeros(self.shard * division.sent, device=self._device)
-            self.owner_residual = torch.zeros(owned, device=self._device)
+            self.owner_residual = torch.zeros(0 if division.own is None else self.shard, device=self._device)
         self.takes_encoder = codec.has_kernels and error_feedback
+        self.keeps_payload = True  # from commit to the next step, which writes it anew
         self.mask: Tensor | None = None
         self.numbers: Tensor | None = None  # of the step, see `number_headers`; None where headers are of one step
         self._average: Tensor | None = None
@@ -256,7 +256,7 @@ class Exchange:
         if self.worker_residual is None:
             return
         assert self._average is not None or self.owner_residual is None, "commit() follows wait()"
-        self.worker_residual, self._payload = self.payload, self.worker_residual
+        self.worker_residual, self._payload = self.payload, self.worker_residual if self.keeps_payload else None
         if self._next_average is not None:
             self._next_average = self.owner_residual
         self.owner_residual, self._average = self._average, None

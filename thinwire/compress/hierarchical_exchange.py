@@ -125,6 +125,8 @@ class HierarchicalExchange(Exchange):
             assert self._average is not None or self.owner_residual is None, "commit() follows wait()"
             self.worker_residual, self._sum = self._sum, self.worker_residual
             self.owner_residual, self._average = self._average, None
+            if not self.keeps_payload:
+                self._payload = self._sum = None
 
     @property
     @override

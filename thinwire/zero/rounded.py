@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.exchange import Exchange, bring_headers
-from thinwire.compress.hierarchical_exchange import make_exchange, make_legs
+from thinwire.compress.hierarchical_exchange import HierarchicalExchange, make_exchange, make_legs
 from thinwire.compress.light_exchanges import ExchangeFromOwners, ExchangeToOwners
 from thinwire.zero.bucket_layout import Slot
 from thinwire.zero.gradient_seal import Seal
@@ -56,6 +56,7 @@ class RoundedGradients(BucketGradients):
         self._shard = None
         self.overwrites_gradients = False
         self.exchange = exchange
+        exchange.keeps_payload = bucket.flat.device.type == "cpu"  # where new pages take longer than a codec does
         self._loss_scale, self._scale = loss_scale, 1.0
         self._starts = 0
 
@@ -114,6 +115,15 @@ class RoundedGradients(BucketGradients):
                 self.exchange.read(average)
                 whole.copy_(average)
             self._seal.averages_are_there([slot.parameter for slot in self.layout.slots])
+
+    def gathering_bytes(self) -> int:
+        """Bytes of what gradients gather in, add up in inside a node and are averaged in, between steps."""
+        held = self.average.nbytes if self.stage else self.layout.padded_numel * self.accumulated_dtype.itemsize
+        if self.exchange.keeps_payload:
+            held += self.exchange.payload.nbytes
+            if isinstance(self.exchange, HierarchicalExchange) and self.exchange.worker_residual is not None:
+                held += self.exchange.worker_residual.nbytes
+        return held
 
     def commit(self) -> None:
         """Take over the residuals of a step that is applied."""
@@ -243,8 +253,7 @@ def bytes_of_rounding(gradients: Sequence[RoundedGradients], parameters: Sharded
     added = residuals = weights = 0
     for one, of_bucket in zip(gradients, parameters.masters, strict=True):
         exchange = one.exchange
-        kept = one.average.nbytes if one.stage else one.layout.padded_numel * one.accumulated_dtype.itemsize
-        added += exchange.payload.nbytes + kept
+        added += one.gathering_bytes()
         for residual in (exchange.worker_residual, exchange.owner_residual):
             residuals += 0 if residual is None else residual.nbytes
         weights += of_bucket.weights.nbytes if of_bucket.separate else 0
