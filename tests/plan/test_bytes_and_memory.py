@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.plan.strategies import ethernet
-from thinwire import DiLoCo, OneBitAdam, ShardedOptimizer
+from thinwire import DiLoCo, OneBitAdam, OneBitMuon, ShardedOptimizer
 from thinwire.comm import Communicator, threads
 from thinwire.compress import Exchange, make_codec
 from thinwire.compress.packet_layout import CodecName
@@ -125,6 +125,30 @@ def test_every_optimizer_of_the_registry(algorithm: str, stage: int, dtype) -> N
     for warmup, step, error in moments:
         run = predict(Workload(MODEL, 0.1, 0.2, dtype=dtype), ethernet(ranks), method, Schedule(100, warmup))
         assert held[step] == pytest.approx(run.memory_bytes - run.memory["gradients"], rel=error), warmup
+
+
+def test_bytes_and_memory_of_muon_by_node() -> None:
+    """Between nodes and in all, and what is held."""
+
+    def rank(comm: Communicator) -> tuple[int, int, int]:
+        model = make_model()
+        optimizer = OneBitMuon(model.named_parameters(), comm=comm, nodes=[0, 0, 1, 1])
+        counts = [(0, 0)]
+        for _ in range(2):
+            model(torch.randn(7, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append((optimizer.bytes_sent, optimizer.bytes_sent_between_nodes))
+        (sent, between), (last_sent, last_between) = counts[1:]
+        return last_sent - sent, last_between - between, sum(live_tensor_bytes(model, optimizer).values())
+
+    found = threads.run(rank, 4)
+    method = Method("onebit-muon", hierarchical=True)
+    prediction = predict(Workload(MODEL, 0.1, 0.2), ethernet(2, 2), method)
+    step = prediction.average
+    assert found[0][0] == pytest.approx(step.bytes_sent, rel=0.02)
+    assert sum(between for _, between, _ in found[:2]) == pytest.approx(step.bytes_between, rel=0.02)
+    assert found[0][2] == pytest.approx(prediction.memory_bytes - prediction.memory["gradients"], rel=0.05)
 
 
 @pytest.mark.parametrize(

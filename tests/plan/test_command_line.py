@@ -84,7 +84,7 @@ def test_json_holds_what_predict_says(capsys) -> None:
     assert found["fits"] is True
     assert found["measured_loss"]["beside"] == "AdamW"
     assert of(described, "onebit-adam ZeRO-1")["break_even_bytes_per_second"] > GIGABIT
-    assert described["recommended"] == "onebit-muon"
+    assert described["recommended"] == "onebit-muon by node"
     assert (described["forward_seconds"], described["assumed"]) == (0.1, [])
 
 

@@ -269,18 +269,32 @@ def two_legs(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
     return to_owners(cluster, elements, codec) + from_owners(cluster, elements, codec)
 
 
-def hierarchical_exchange(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
-    """Exact sums inside the node, the codec between the nodes on each rank's shard, exact values inside again."""
-    local = shard_numel(elements, cluster.ranks_per_node, DEFAULT_BLOCK_SIZE)
-    shard = shard_numel(local, cluster.nodes, DEFAULT_BLOCK_SIZE)
-    packet = codec_packet_bytes(codec, shard)
-    cost = inside_nodes(cluster, "all_to_all", 4 * local * cluster.ranks_per_node)
+def to_owners_by_node(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
+    """The first leg by node: exact sums inside it, and between the nodes each rank's lane of them through the codec."""
+    lane, shard, packet = _lane(cluster, elements, codec)
+    cost = inside_nodes(cluster, "all_to_all", 4 * lane * cluster.ranks_per_node)
     cost += _between_nodes(cluster, "all_to_all", cluster.nodes * packet)
-    cost += _between_nodes(cluster, "all_gather", packet)
-    cost += inside_nodes(cluster, "all_gather", 4 * local)
-    sums = local * cluster.ranks_per_node * _SUM_BYTES / cluster.processor.memory
-    sums += _averaging_seconds(cluster.processor, codec, local, shard, cluster.nodes)
-    return cost + Cost(sums + _spreading_seconds(cluster.processor, codec, local, shard))
+    sums = lane * cluster.ranks_per_node * _SUM_BYTES / cluster.processor.memory
+    return cost + Cost(sums + _averaging_seconds(cluster.processor, codec, lane, shard, cluster.nodes))
+
+
+def from_owners_by_node(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
+    """The second: what owners have goes to every node, and there, as it came, to every rank."""
+    _, shard, packet = _lane(cluster, elements, codec)
+    cost = _between_nodes(cluster, "all_gather", packet) + inside_nodes(cluster, "all_gather", cluster.nodes * packet)
+    return cost + Cost(_spreading_seconds(cluster.processor, codec, elements, shard))
+
+
+def hierarchical_exchange(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
+    """The exchange by node, in both legs."""
+    return to_owners_by_node(cluster, elements, codec) + from_owners_by_node(cluster, elements, codec)
+
+
+def _lane(cluster: Cluster, elements: int, codec: CodecName) -> tuple[int, int, int]:
+    """Elements of a rank's part of its node's sum, those of an owner's shard of it, and the bytes of one's packet."""
+    lane = shard_numel(elements, cluster.ranks_per_node, DEFAULT_BLOCK_SIZE)
+    shard = shard_numel(lane, cluster.nodes, DEFAULT_BLOCK_SIZE)
+    return lane, shard, codec_packet_bytes(codec, shard)
 
 
 def _averaging_seconds(processor: Processor, codec: CodecName, elements: int, shard: int, owners: int) -> float:

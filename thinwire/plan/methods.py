@@ -94,7 +94,7 @@ def methods_for(
             methods += [Method(algorithm, rank=rank) for rank in powersgd_ranks]
             continue
         methods += [Method(algorithm, stage) for stage in _STAGES.get(algorithm, (0,))]
-        if methods[-1].sends_less and cluster.has_hierarchy and algorithm != ONEBIT_MUON:
+        if methods[-1].sends_less and cluster.has_hierarchy:
             methods.append(Method(algorithm, hierarchical=True))
     return methods
 

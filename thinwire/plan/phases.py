@@ -15,9 +15,11 @@ from thinwire.plan.cluster import (
     cut,
     everywhere,
     from_owners,
+    from_owners_by_node,
     hierarchical_exchange,
     inside_nodes,
     to_owners,
+    to_owners_by_node,
     two_legs,
 )
 from thinwire.plan.methods import (
@@ -246,8 +248,11 @@ def _muon(setting: Setting) -> list[Phase]:
         return replace(matrices, last=leg(cluster, model.last_elements, "stat2") if model.last else _NOTHING)
 
     # Of shards, at every stage.
-    update = replace(setting, method=replace(setting.method, stage=1)).muon_seconds
-    return [Phase("every step", 1.0, in_buckets(to_owners), update, in_buckets(from_owners).total)]
+    update = replace(setting, method=replace(setting.method, stage=1, hierarchical=False)).muon_seconds
+    there, back = (to_owners, from_owners)
+    if setting.method.hierarchical:
+        there, back = (to_owners_by_node, from_owners_by_node)
+    return [Phase("every step", 1.0, in_buckets(there), update, in_buckets(back).total)]
 
 
 def _local_steps(setting: Setting) -> list[Phase]:

@@ -25,7 +25,7 @@ def _memory(setting: Setting, *, warm: bool) -> dict[str, float]:
     """
     method, workload, parameters = setting.method, setting.workload, setting.parameters
     if method.algorithm == ONEBIT_MUON:
-        held = _owned_state(workload, setting.cluster)
+        held = _owned_state(setting)
     elif method.entry is not None:
         held = _one_bit_state(setting, method.entry, warm=warm)
     else:
@@ -89,16 +89,19 @@ def _one_bit_state(setting: Setting, entry: OptimizerEntry, *, warm: bool) -> di
     return frozen_state_formula(parameters, ranks, element_bytes=size, fresh_variance=fresh_variance)
 
 
-def _owned_state(workload: Workload, cluster: Cluster) -> dict[str, float]:
+def _owned_state(setting: Setting) -> dict[str, float]:
     """Of 1-bit Muon, at every stage: what a rank's own payloads begin with is whole on it, the rest on its owners. What
     comes last has AdamW's second moment."""
+    workload, cluster = setting.workload, setting.cluster
+    # By node a rank keeps the residual of its lane, and as much memory for the sum that it is of.
+    kept = 2 / cluster.ranks_per_node if setting.method.hierarchical else 1
     last = workload.model.last_elements
     padded = workload.model.padded_elements(cluster.ranks) + last
     shared = _FP32 / cluster.ranks
     return {
         "weights": float(padded * workload.element_bytes),
         "gradients": float(workload.model.parameters * workload.element_bytes),
-        "payload and residuals": 2.0 * padded * _FP32,
+        "payload and residuals": padded * _FP32 * (1.0 + kept),
         "master weights": padded * shared,
         "averages": padded * shared,
         "optimizer state": (workload.model.parameters + last) * shared,
