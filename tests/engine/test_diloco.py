@@ -34,7 +34,8 @@ def diloco(stage: int = 0, params: dict[str, Any] | None = None, **changes: Any)
 @pytest.mark.parametrize(("name", "inner"), [("AdamW", torch.optim.AdamW), ("muon", thinwire.optim.Muon)])
 def test_it_is_the_optimizer_with_accumulation_clipping_and_a_schedule(name: str, inner: Any) -> None:
     schedule = {"type": "LinearLR", "params": {"start_factor": 0.1, "total_iters": 10}}
-    params = {"inner": {"type": name, "params": {"weight_decay": 0.1}}}
+    share = {"exp_avg": 1} if name == "AdamW" else {"momentum_buffer": 2}
+    params = {"inner": {"type": name, "params": {"weight_decay": 0.1}}, "share": share}
     config = diloco(0, params, gradient_accumulation_steps=2, gradient_clipping=0.5, scheduler=schedule)
 
     def by_engine(comm: Communicator) -> tuple[dict[str, torch.Tensor], int]:
@@ -47,7 +48,7 @@ def test_it_is_the_optimizer_with_accumulation_clipping_and_a_schedule(name: str
     def by_hand(comm: Communicator) -> tuple[dict[str, torch.Tensor], int]:
         model = tiny.make_model()
         options = {name: value for name, value in PARAMS.items() if name != "inner"}
-        options |= {"weight_decay": 0.1, "max_norm": 0.5, "inside": {"bucket_bytes": 4 * 6000}}
+        options |= {"share": share, "weight_decay": 0.1, "max_norm": 0.5, "inside": {"bucket_bytes": 4 * 6000}}
         optimizer = thinwire.DiLoCo(model.named_parameters(), inner, comm=comm, **options)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
         for step in range(11):

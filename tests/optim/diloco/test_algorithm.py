@@ -11,15 +11,18 @@ from torch import Tensor, nn
 import thinwire
 from tests.launching import on_threads
 from tests.optim.diloco.tower import (
+    NUMEL,
     Tower,
     flat,
     follows_the_published_algorithms,
     loss_of,
     make,
     outer_weights_agree,
+    relative_error,
+    streaming,
     train,
 )
-from thinwire.comm import Communicator, threads
+from thinwire.comm import CommunicationError, Communicator, threads
 from thinwire.optim.diloco.fragments import Timetable, auto_fragments, cut_fragments, layers_of
 
 
@@ -51,6 +54,68 @@ def test_one_worker_that_syncs_at_every_step_is_the_inner_optimizer(inner: Any) 
         loss_of(plain, 0, step).backward()
         optimizer.step()
     assert torch.equal(threads.run(body, 1)[0], flat(plain.parameters()))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("inner", "share"),
+    [(torch.optim.AdamW, {"exp_avg": 1, "exp_avg_sq": 2}), (thinwire.optim.Muon, {"momentum_buffer": 1, "exp_avg": 3})],
+)
+def test_shared_state_is_averaged_as_weights_are(workers: int, inner: Any, share: dict[str, int]) -> None:
+    """In float64, 5 outer steps."""
+    mean = {"every": 4, "overlap": 0, "mix": 0.0, "outer_lr": 1.0}
+
+    def body(comm: Communicator) -> Tensor:
+        model = Tower()
+        optimizer = make(comm, model, inner, lr=0.01, outer_momentum=0.0, share=share, fragments=1, **mean)
+        train(model, optimizer, 1, 20)
+        return flat(model.parameters())
+
+    found = threads.run(body, workers)
+    options: dict[str, Any] = {**mean, "momentum": 0.0}
+    everything = [torch.arange(NUMEL)]
+    named = lambda weights: inner(list(weights), lr=0.01)  # noqa: E731
+    expected, _ = streaming(Tower(), workers, 20, named, loss_of, everything, share=share, **options)
+    apart, _ = streaming(Tower(), workers, 20, named, loss_of, everything, **options)
+    assert all(relative_error(one, expected) < 1e-6 for one in found)
+    assert workers == 1 or relative_error(apart, expected) > 1e-3
+
+
+class Renaming(torch.optim.SGD):
+    """Keeps its momentum under another name from some step on."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.steps += 1
+        for state in self.state.values() if self.steps >= 7 else ():
+            state["velocity"] = state.pop("momentum_buffer")
+
+
+@pytest.mark.parametrize(
+    ("inner", "share", "message"),
+    [
+        (torch.optim.SGD, {"exp_avg": 1}, "share has 'exp_avg', and the inner optimizer has none"),
+        (torch.optim.AdamW, {"exp_avg": 1, "ex_avg": 2}, "'ex_avg', and the inner optimizer has exp_avg, exp_avg_sq"),
+        (torch.optim.AdamW, {"step": 1}, "'step', which has no fp32 value for each element"),
+        ("apart", {"exp_avg": 1}, "'exp_avg', which worker 1 has of 10 parameters and worker 0 of 12"),
+        ("renaming", {"momentum_buffer": 1}, "no longer has one of every parameter|other hyperparameters"),
+    ],
+)
+@on_threads(2)
+def test_state_that_cannot_be_shared_is_an_error_on_every_rank(
+    comm: Communicator, inner: Any, share: dict[str, int], message: str
+) -> None:
+    model, options = Tower(), {"share": share, "overlap": 1}
+    if inner == "renaming":
+        options["momentum"] = 0.9
+        inner = Renaming if comm.rank == 1 else torch.optim.SGD
+    optimizer = make(comm, model, torch.optim.AdamW if inner == "apart" else inner, **options)
+    if inner == "apart" and comm.rank == 1:
+        optimizer.register_step_pre_hook(lambda *_: model.last.zero_grad())
+    with pytest.raises((ValueError, CommunicationError), match=message):
+        train(model, optimizer, 1, 20)
 
 
 @pytest.mark.parametrize("how", ["named", "names beside", "marked"])
@@ -145,6 +210,8 @@ BAD = [
     ({"outer_lr": float("nan")}, ValueError, "outer_lr"),
     ({"outer_momentum": 1.0}, ValueError, "outer_momentum"),
     ({"codec": "int3"}, ValueError, "codec must be"),
+    ({"share": {"exp_avg": 0}}, ValueError, r"share\['exp_avg'\] must be a whole number of at least 1"),
+    ({"share": ["exp_avg"]}, TypeError, "share must say of kinds"),
     ({"stage": 1}, ValueError, "nodes="),
     ({"stage": 3}, ValueError, "stage must be 0, 1 or 2"),
     ({"nodes": [0]}, ValueError, "nodes must name the node of each"),
@@ -174,6 +241,7 @@ def test_options(comm: Communicator, options: dict[str, Any], error: type[Except
         ("codec", ("int8", "none")),
         ("block_size", (64, 128)),
         ("mix", (0.0, 0.5)),
+        ("share", ({"exp_avg": 1}, {"exp_avg": 2})),
     ],
 )
 @on_threads(2)

@@ -161,7 +161,12 @@ def test_no_sample_is_read_twice_by_workers_or_ranks_of_one(workers: int, ranks:
 
 @pytest.mark.parametrize(
     ("options", "error"),
-    [({"stage": 1}, "stage=1"), ({"nodes": [0]}, r"nodes=\[0\]"), ({"comm_backend_name": "mpi"}, "ends an MPI job")],
+    [
+        ({"stage": 1}, "stage=1"),
+        ({"nodes": [0]}, r"nodes=\[0\]"),
+        ({"comm_backend_name": "mpi"}, "ends an MPI job"),
+        ({"share": {"exp_avg": 1}}, "share does not go with elastic"),
+    ],
 )
 def test_what_elastic_workers_cannot_have(options: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):

@@ -261,9 +261,11 @@ NODES = [0, 0, 1, 1]
         for stopped_at, codec in ((1, "int4"), (4, "stat2"), (5, "fp8"), (7, "int8"), (12, "sign1"))
     ]
     + [
-        (2, 7, thinwire.optim.Muon, {}),
+        (2, 7, thinwire.optim.Muon, {"share": {"momentum_buffer": 1}}),
+        (1, 2, torch.optim.AdamW, {"share": {"exp_avg": 1}}),
+        (3, 14, torch.optim.AdamW, {"share": {"exp_avg": 1, "exp_avg_sq": 2}}),
         (4, 4, torch.optim.AdamW, {"nodes": NODES}),
-        (4, 7, thinwire.optim.Muon, {"nodes": NODES, "stage": 2}),
+        (4, 14, thinwire.optim.Muon, {"nodes": NODES, "stage": 2, "share": {"momentum_buffer": 1, "exp_avg": 2}}),
         (4, 5, thinwire.optim.Muon, {"nodes": NODES, "stage": 1, "param_dtype": torch.bfloat16}),
     ],
 )

@@ -36,8 +36,10 @@ def streaming(
     mix: float,
     outer_lr: float,
     momentum: float,
+    share: Mapping[str, int] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The outer weights, and each worker's own, flat, after `steps`; `fragments`: places in the flat weights.
+    """The outer weights, and each worker's own, flat, after `steps`; `fragments`: places in the flat weights; `share`:
+    state of which workers take the mean after every so many outer steps, of a single fragment without overlap.
 
     Algorithm 2; with one fragment, no overlap and mix 0, Algorithm 1. The outer optimizer is torch's own SGD.
     """
@@ -61,6 +63,13 @@ def streaming(
                 own[:, places] = mix * own[:, places] + (1 - mix) * outer[number].detach()
         for replica, weights in zip(replicas, own, strict=True):
             torch.nn.utils.vector_to_parameters(weights, replica.parameters())
+        for kind in (kind for kind, times in (share or {}).items() if step % (times * every) == 0):
+            for alike in zip(*(replica.parameters() for replica in replicas), strict=True):
+                states = [one.state[weight] for one, weight in zip(inner, alike, strict=True)]
+                if kind in states[0]:
+                    mean = torch.stack([one[kind] for one in states]).mean(0)
+                    for one in states:
+                        one[kind].copy_(mean)
     common = torch.empty_like(own[0])
     for weights, places in zip(outer, fragments, strict=True):
         common[places] = weights.detach()

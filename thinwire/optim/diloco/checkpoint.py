@@ -5,7 +5,7 @@ job's workers can be left away, as if it had died, and others added."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -36,6 +36,7 @@ _OWNER_RESIDUAL = "owner_residual"
 _MOMENTUM = "outer_momentum"
 _ARRIVING = "arriving"
 _REPLICA = "replica"
+_COMMON = "common"
 _INNER = "inner."
 
 
@@ -52,6 +53,15 @@ class SavedPlace(BaseModel):
     taken: Count
 
 
+class SavedShare(BaseModel):
+    """State that workers share: of which `parameters`, and whether it is nowhere below 0."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    parameters: list[Count]
+    positive: bool
+
+
 class LocalCounters(Counters):
     """Of local updates; `lr` and `momentum` of the outer optimizer."""
 
@@ -62,9 +72,10 @@ class LocalCounters(Counters):
     inner_kinds: list[str]
     shape: list[Count]
     under_way: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
-    arriving: list[Annotated[list[str | Count], Field(min_length=3, max_length=3)]]
+    arriving: list[Annotated[list[str | Count], Field(min_length=3, max_length=4)]]
     lr: float
     momentum: float
+    shared: dict[str, SavedShare] = Field(default_factory=dict)
     elastic: SavedPlace | None = None
 
 
@@ -73,7 +84,7 @@ class LocalCheckpoint:
     """What is saved of a worker and of its fragments, and how it is taken up again.
 
     `nodes`: the node of each rank, where nodes are the workers. `shape`: what has to be alike for fragments to go on
-    in flight.
+    in flight. `shared`: state that workers share, by kind.
     """
 
     comm: Communicator
@@ -84,6 +95,7 @@ class LocalCheckpoint:
     outer_steps: Sequence[OuterState]
     weights: OuterWeights
     shape: Sequence[int]
+    shared: Mapping[str, tuple[list[int], bool]]
 
     def slices(self, under_way: Sequence[UnderWay]) -> list[SavedSlice]:
         """What this rank owns of the outer weights, momentum and residuals, and of what is in flight."""
@@ -96,26 +108,31 @@ class LocalCheckpoint:
             outer = self.weights.outer(number)
             flat = {_MOMENTUM: outer_step.momentum, _OWNER_RESIDUAL: outer_step.owner_residual}
             arrived = arriving.get(number)
-            for piece, place in _overlaps(fragment, own):
+            for piece, place in fragment.overlaps(own):
                 name, start = self.names[piece.parameter], piece.start + place.start - piece.offset
                 dtype = self.worker.parameters[piece.parameter].dtype
-                found.append(SavedSlice("weight", name, start, outer[place].to(dtype)))
-                if dtype != torch.float32:
+                if fragment.kind:
+                    found.append(SavedSlice(_of(fragment.kind, _COMMON), name, start, outer[place]))
+                else:
+                    found.append(SavedSlice("weight", name, start, outer[place].to(dtype)))
+                if dtype != torch.float32 and not fragment.kind:
                     found.append(SavedSlice("master", name, start, outer[place]))
                 within = slice(place.start - own.start, place.stop - own.start)
-                found += [SavedSlice(kind, name, start, one[within]) for kind, one in flat.items() if one is not None]
+                kept = ((_of(fragment.kind, kind), one) for kind, one in flat.items() if one is not None)
+                found += [SavedSlice(kind, name, start, one[within]) for kind, one in kept]
                 if arrived is not None and arrived.update is not None:
-                    found.append(SavedSlice(_ARRIVING, name, start, arrived.update[place]))
+                    found.append(SavedSlice(_of(fragment.kind, _ARRIVING), name, start, arrived.update[place]))
         return found
 
     def rank_tensors(self) -> dict[str, Tensor]:
         """This worker's own: its replica of the weights, its inner state, its residual."""
         found = {f"{_INNER}{kind}.{name}": one for (kind, name), one in self.worker.saved(self.names).items()}
-        replica = self._whole(map(self.weights.replica, range(len(self.fragments))), torch.float32)
+        replica = self._whole("", self.weights.replica, torch.float32)
         found |= {f"{_REPLICA}.{name}": values for name, values in replica.items()}
         if kept := [one.worker_residual for one in self.outer_steps if one.worker_residual is not None]:
-            residual = self._whole(map(self._residual, range(len(self.fragments))), kept[0].dtype)
-            found |= {f"{_WORKER_RESIDUAL}.{name}": values for name, values in residual.items()}
+            for kind in ("", *self.shared):
+                residual = self._whole(kind, self._residual, kept[0].dtype)
+                found |= {f"{_of(kind, _WORKER_RESIDUAL)}.{name}": values for name, values in residual.items()}
         return found
 
     def counters(self, step: int, met_at: int, under_way: Sequence[UnderWay]) -> dict[str, Any]:
@@ -130,11 +147,16 @@ class LocalCheckpoint:
             "shape": list(self.shape),
             "under_way": [[one.fragment, one.left_at] for one in under_way],
             "arriving": [
-                [self.names[piece.parameter], piece.start, piece.numel]
+                [self.names[piece.parameter], piece.start, piece.numel, *([kind] if kind else [])]
                 for one in under_way
                 if one.arrived is not None and one.arrived.update is not None
+                for kind in [self.fragments[one.fragment].kind]
                 for piece in self.fragments[one.fragment].pieces
             ],
+            "shared": {
+                kind: {"parameters": list(numbers), "positive": positive}
+                for kind, (numbers, positive) in self.shared.items()
+            },
         }
 
     def check(self, source: SliceSource) -> None:
@@ -149,10 +171,15 @@ class LocalCheckpoint:
             for rank in ranks or ():
                 if f"{_REPLICA}.{name}" not in source.rank_keys(rank):
                     raise DamagedStateError(f"it lacks the weights {name!r} of rank {rank}")
-        for name, start, numel in saved["arriving"]:
+        for name, start, numel, *kind in saved["arriving"]:
             if not isinstance(name, str) or start + numel > numels.get(name, 0):
                 raise DamagedStateError(f"what was in flight of {name!r} is no part of a parameter here")
-            check_saved(source, _ARRIVING, name)
+            check_saved(source, _of("".join(kind), _ARRIVING), name)
+        for kind, one in saved.get("shared", {}).items():
+            if not all(number < len(self.names) and self.names[number] in numels for number in one["parameters"]):
+                raise DamagedStateError(f"{kind!r} is shared of parameters that do not train here")
+            for number in one["parameters"]:
+                check_saved(source, _of(kind, _COMMON), self.names[number])
         if saved["shape"] == list(self.shape) and any(one >= len(self.fragments) for one, _ in saved["under_way"]):
             raise DamagedStateError(f"there are {len(self.fragments)} fragments, and others were in flight")
 
@@ -165,13 +192,19 @@ class LocalCheckpoint:
         goes_on = saved["shape"] == list(self.shape)
         updates = self._read_updates(source, saved["arriving"])
         for number, (fragment, outer_step) in enumerate(zip(self.fragments, self.outer_steps, strict=True)):
-            outer = torch.cat([self._read_weight(source, piece) for piece in fragment.pieces])
-            replica = outer if ranks is None else self._mean(source, _REPLICA, ranks, fragment)
+            replica = None  # of state, which comes with the inner optimizer
+            if fragment.kind:
+                outer = self.read_flat(source, _of(fragment.kind, _COMMON), fragment)
+                assert outer is not None, "check() has found it"
+            else:
+                outer = torch.cat([self._read_weight(source, piece) for piece in fragment.pieces])
+                replica = outer if ranks is None else self._mean(source, _REPLICA, ranks, fragment)
             self._load_outer_step(source, fragment, outer_step, ranks)
             if not goes_on:  # with other fragments nothing can go on in flight: it is taken in now
                 for piece in fragment.pieces:
-                    if piece.parameter in updates:
-                        update = updates[piece.parameter][piece.start : piece.start + piece.numel]
+                    if (fragment.kind, piece.parameter) in updates:
+                        whole = updates[fragment.kind, piece.parameter]
+                        update = whole[piece.start : piece.start + piece.numel]
                         outer[piece.offset : piece.offset + piece.numel] -= update
             self.weights.set(number, outer, replica)
         self._load_inner(source, saved["inner_kinds"], ranks)
@@ -183,25 +216,28 @@ class LocalCheckpoint:
     def load_weights(self, source: SliceSource) -> None:
         """Take over the weights alone, for all workers."""
         for number, fragment in enumerate(self.fragments):
-            outer = torch.cat([self._read_weight(source, piece) for piece in fragment.pieces])
-            self.weights.set(number, outer, outer)
+            if not fragment.kind:
+                outer = torch.cat([self._read_weight(source, piece) for piece in fragment.pieces])
+                self.weights.set(number, outer, outer)
 
-    def _read_updates(self, source: SliceSource, arriving: Sequence[Sequence[Any]]) -> dict[int, Tensor]:
-        """What was in flight, by the parameter's number, zeros in what was not; `arriving`: (name, start, elements)."""
+    def _read_updates(self, source: SliceSource, arriving: Sequence[Sequence[Any]]) -> dict[tuple[str, int], Tensor]:
+        """What was in flight, by kind of state and the parameter's number, zeros in what was not; `arriving`: (name,
+        start, elements), and a kind of state."""
         number_of = {name: number for number, name in enumerate(self.names)}
-        found: dict[int, Tensor] = {}
-        for name, start, numel in arriving:
-            number, values = number_of[name], source.read(_ARRIVING, name, start, numel)
-            if number not in found:  # in fp64 where the worker was alone
-                found[number] = torch.zeros_like(self.worker.weights(number), dtype=values.dtype)
-            found[number][start : start + numel] = values
+        found: dict[tuple[str, int], Tensor] = {}
+        for name, start, numel, *kinds in arriving:
+            kind = "".join(kinds)
+            key, values = (kind, number_of[name]), source.read(_of(kind, _ARRIVING), name, start, numel)
+            if key not in found:  # in fp64 where the worker was alone
+                found[key] = torch.zeros_like(self.worker.weights(key[1]), dtype=values.dtype)
+            found[key][start : start + numel] = values
         return found
 
-    def _arrived(self, fragment: int, updates: Mapping[int, Tensor]) -> Arrived:
-        pieces = self.fragments[fragment].pieces if fragment < len(self.fragments) else ()
-        if not pieces or not all(piece.parameter in updates for piece in pieces):
-            return Arrived(None)
-        return Arrived(torch.cat([updates[one.parameter][one.start : one.start + one.numel] for one in pieces]))
+    def _arrived(self, number: int, updates: Mapping[tuple[str, int], Tensor]) -> Arrived:
+        fragment = self.fragments[number] if number < len(self.fragments) else Fragment(())
+        parts = [(updates.get((fragment.kind, one.parameter)), one) for one in fragment.pieces]
+        known = [whole[one.start : one.start + one.numel] for whole, one in parts if whole is not None]
+        return Arrived(torch.cat(known) if known and len(known) == len(parts) else None)
 
     def _load_outer_step(
         self, source: SliceSource, fragment: Fragment, outer_step: OuterState, ranks: Sequence[int] | None
@@ -209,14 +245,15 @@ class LocalCheckpoint:
         outer_step.reset()
         own = outer_step.own
         for kind, one in ((_MOMENTUM, outer_step.momentum), (_OWNER_RESIDUAL, outer_step.owner_residual)):
-            values = None if one is None else self.read_flat(source, kind, fragment)
+            values = None if one is None else self.read_flat(source, _of(fragment.kind, kind), fragment)
             if one is not None and values is not None:
                 part = values[own.start : own.stop]
                 one[: part.numel()].copy_(part)
         residual, place = outer_step.worker_residual, outer_step.worker_place
         if ranks is not None and residual is not None:
             try:
-                part = self._mean(source, _WORKER_RESIDUAL, ranks, fragment)[place.start : place.stop]
+                kind = _of(fragment.kind, _WORKER_RESIDUAL)
+                part = self._mean(source, kind, ranks, fragment)[place.start : place.stop]
             except KeyError:  # it was saved by a worker alone, which loses nothing
                 return
             residual[: part.numel()].copy_(part)
@@ -270,27 +307,26 @@ class LocalCheckpoint:
             whole[place].copy_(residual)
         return whole[: fragment.numel]
 
-    def _whole(self, of_fragments: Iterator[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Values by fragment as whole parameters, by name."""
+    def _whole(self, kind: str, read: Callable[[int], Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Values of a kind that `read` gives of each fragment as whole parameters, by name."""
         device = self.worker.parameters[0].device
+        of_kind = self.shared[kind][0] if kind else range(len(self.names))
         found = {
-            name: torch.zeros(parameter.numel(), dtype=dtype, device=device)
-            for name, parameter in zip(self.names, self.worker.parameters, strict=True)
-            if parameter.requires_grad
+            self.names[number]: torch.zeros(self.worker.parameters[number].numel(), dtype=dtype, device=device)
+            for number in of_kind
+            if self.worker.parameters[number].requires_grad
         }
-        for fragment, values in zip(self.fragments, of_fragments, strict=True):
-            for one in fragment.pieces:
+        for number, fragment in enumerate(self.fragments):
+            values = read(number) if fragment.kind == kind else None
+            for one in () if values is None else fragment.pieces:
                 name = self.names[one.parameter]
-                found[name][one.start : one.start + one.numel] = values[one.offset : one.offset + one.numel]
+                found[name][one.start : one.start + one.numel] = values[one.offset : one.offset + one.numel]  # type: ignore[index]
         return found
 
 
-def _overlaps(fragment: Fragment, own: slice) -> Iterator[tuple[Piece, slice]]:
-    """The pieces of a fragment in its elements `own`, and where."""
-    for piece in fragment.pieces:
-        first, last = max(piece.offset, own.start), min(piece.offset + piece.numel, own.stop)
-        if first < last:
-            yield piece, slice(first, last)
+def _of(kind: str, role: str) -> str:
+    """What a role of shared state of a kind is called; of weights as it is."""
+    return f"{role}.{kind}" if kind else role
 
 
 ELASTIC = "elastic"

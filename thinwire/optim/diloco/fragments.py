@@ -4,7 +4,7 @@ sizes with what lies in no layer; and the timetable by which they leave and come
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 _LAYERS_TO_A_FRAGMENT = 3
@@ -23,14 +23,22 @@ class Piece:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Weights that are synchronised together, laid end to end."""
+    """Weights that are synchronised together, laid end to end; or of these the inner optimizer's state of a `kind`."""
 
     pieces: tuple[Piece, ...]
+    kind: str = ""
 
     @property
     def numel(self) -> int:
         """Elements in all."""
         return sum(piece.numel for piece in self.pieces)
+
+    def overlaps(self, own: slice) -> Iterator[tuple[Piece, slice]]:
+        """The pieces in its elements `own`, and where."""
+        for piece in self.pieces:
+            first, last = max(piece.offset, own.start), min(piece.offset + piece.numel, own.stop)
+            if first < last:
+                yield piece, slice(first, last)
 
 
 def layers_of(names: Sequence[str]) -> list[list[int]]:
@@ -120,10 +128,14 @@ class Timetable:
         """The fragments that leave after this step; steps count from 1."""
         return [one for one in range(self.fragments) if (step - self._offset(one)) % self.every == 0]
 
+    def times(self, fragment: int, step: int) -> int:
+        """How many times a fragment has left by the end of this step."""
+        return max(0, step - self._offset(fragment) + self.every) // self.every
+
     def count(self, step: int) -> int:
-        """How many times a fragment has left by the end of this step. Number n, from 0 up, is fragment n modulo
+        """How many times any fragment has left by the end of this step. Number n, from 0 up, is fragment n modulo
         `fragments`."""
-        return sum(max(0, step - self._offset(one) + self.every) // self.every for one in range(self.fragments))
+        return sum(self.times(one, step) for one in range(self.fragments))
 
     def _offset(self, fragment: int) -> int:
         # Rounded up, so that no fragment leaves before the first step.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,10 +13,11 @@ from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
+from thinwire.compress.packet import SettingsError
 from thinwire.optim.diloco.checkpoint import LocalCheckpoint, LocalCounters
 from thinwire.optim.diloco.fragments import Fragment, Timetable
 from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterState, OuterStep, UnderWay
-from thinwire.optim.diloco.outer_weights import OuterWeights
+from thinwire.optim.diloco.outer_weights import OuterWeights, SharedStates
 from thinwire.optim.diloco.worker import Worker
 from thinwire.zero.home import Home, ParameterState, StepResult, ring_bytes
 from thinwire.zero.saved_state import SavedSlice, SliceSource
@@ -44,15 +45,19 @@ class LocalHome(Home):
         timetable: Timetable,
         outer: OuterSettings,
         mix: float,
+        share: Mapping[str, int] | None = None,
+        make_step: Callable[[Fragment, int, bool], OuterStep] | None = None,
     ) -> None:
+        """`share`: state that workers have in common, whose fragments' outer steps `make_step` makes, of a number, and
+        of values that are nowhere below 0 or not."""
         self.comm = comm
         self.worker = worker
         self.watcher = worker.watcher
         self.turn = self.watcher.turn
         self.parameters, self.names = worker.parameters, list(names)
         self.outer_settings = outer
-        self.fragments = fragments
-        self.outer_steps = outer_steps
+        self.fragments = list(fragments)
+        self.outer_steps = list(outer_steps)
         self.weights = OuterWeights(worker, fragments)
         self.under_way: list[UnderWay] = []
         self.met_at = 0
@@ -65,8 +70,9 @@ class LocalHome(Home):
         self._warns = comm.rank == 0  # of what all ranks see alike
         self._exchange_comm = exchange_comm
         self._links = links
-        self._shape = [timetable.every, timetable.overlap, *(piece.numel for one in fragments for piece in one.pieces)]
         self._timetable = timetable
+        ranks = range(comm.size) if links is None else links.groups.node_of
+        self._shared = SharedStates(share or {}, comm, list(ranks), worker, make_step)
         self._mix = mix
         self._before_first: Callable[[], None] | None = None
         worker.before_backwards(self._on_gradient)
@@ -111,7 +117,7 @@ class LocalHome(Home):
     @property
     def _ends_in_sync(self) -> bool:
         """Whether the last step has ended with all weights alike."""
-        plain = self._timetable.overlap == 0 and self._mix == 0.0 and len(self.fragments) == 1
+        plain = self._timetable.overlap == 0 and self._mix == 0.0 and self._timetable.fragments == 1
         return plain and bool(self._timetable.leaving(self.steps))
 
     @override
@@ -175,6 +181,9 @@ class LocalHome(Home):
     @override
     def load(self, source: SliceSource) -> None:
         self._take_in_all()
+        found = source.counters().get("shared", {})
+        found = {kind: (one["parameters"], one["positive"]) for kind, one in found.items()}
+        self._shared.cut(found, self.fragments, self.outer_steps, self.weights)
         self.steps, self.met_at, self.under_way = self._checkpoint(self._states()).load(source)
         self.weights.note_met()
 
@@ -188,6 +197,7 @@ class LocalHome(Home):
     def reset_state(self) -> None:
         """Every worker goes on from the outer weights."""
         self._take_in_all()
+        self._shared.cut({}, self.fragments, self.outer_steps, self.weights)
         self.worker.reset_state()
         for number, outer_step in enumerate(self.outer_steps):
             outer_step.state.reset()
@@ -203,6 +213,8 @@ class LocalHome(Home):
         states = self._states()
         residuals = [kept for one in states for kept in (one.worker_residual, one.owner_residual) if kept is not None]
         found["outer weights"] = 4.0 * numel
+        if self._shared.found:
+            found["shared state"] = 4.0 * sum(one.numel for one in self.fragments if one.kind)
         found["outer momentum"] = float(sum(one.momentum.nbytes for one in states))
         found["residuals"] = float(sum(one.nbytes for one in residuals))
         return found
@@ -217,8 +229,10 @@ class LocalHome(Home):
     def _checkpoint(self, states: Sequence[OuterState]) -> LocalCheckpoint:
         """What is saved, and where it is taken up: `states` of the fragments' outer steps, and all else here."""
         nodes = None if self._links is None else list(self._links.groups.node_of)
+        pieces = (piece.numel for one in self.fragments for piece in one.pieces)
+        shape = [self._timetable.every, self._timetable.overlap, *pieces, *self._shared.share.values()]
         return LocalCheckpoint(
-            self.comm, nodes, self.worker, self.names, self.fragments, states, self.weights, self._shape
+            self.comm, nodes, self.worker, self.names, self.fragments, states, self.weights, shape, self._shared.found
         )
 
     def _states(self) -> list[OuterState]:
@@ -240,7 +254,12 @@ class LocalHome(Home):
 
     def _leave_due(self) -> None:
         """Send the fragments that leave after this step."""
-        for fragment in self._timetable.leaving(self.steps):
+        due, weights = self._timetable.leaving(self.steps), self._timetable.fragments
+        if due and self._shared.share and not self._shared.found:
+            trained = sorted({one.parameter for fragment in self.fragments for one in fragment.pieces})
+            self._shared.cut(self._shared.agree(trained), self.fragments, self.outer_steps, self.weights)
+        shared = self._shared.leaving(self._timetable, self.steps, self.fragments[weights:])
+        for fragment in (*due, *(weights + one for one in shared)):
             self._leave(fragment)
 
     def _leave(self, fragment: int) -> None:
@@ -248,8 +267,11 @@ class LocalHome(Home):
         for earlier in self.under_way:
             self._pass_on(earlier)
         number, meet = self._announced()
-        digest = settings_digest([vars(self.outer_settings)], number)
-        self.outer_steps[fragment].leave(self.weights.pairs(fragment), number, digest, meet=meet)
+        lost = self._shared.lost(self.fragments[fragment])
+        settings = self._shared.settings(self.fragments[fragment], self.outer_settings)
+        digest = settings_digest([{**vars(settings), "lost": lost}], number)
+        pairs = [] if lost else self.weights.pairs(fragment)
+        self.outer_steps[fragment].leave(pairs, number, digest, meet=meet)
         self.under_way.append(UnderWay(fragment, self.steps))
 
     def _announced(self) -> tuple[int, bool]:
@@ -258,7 +280,8 @@ class LocalHome(Home):
 
     def _pass_on(self, one: UnderWay) -> None:
         if not one.passed_on:
-            self.outer_steps[one.fragment].pass_on(self.outer_settings)
+            settings = self._shared.settings(self.fragments[one.fragment], self.outer_settings)
+            self.outer_steps[one.fragment].pass_on(settings)
             one.passed_on = True
 
     def _take_in_all(self, due_by: float = math.inf, mix: float = 0.0) -> None:
@@ -282,7 +305,10 @@ class LocalHome(Home):
                     stacklevel=6,
                 )
         else:
-            self.weights.subtract(one.fragment, arrived.update, mix)
+            fragment = self.fragments[one.fragment]
+            self.weights.subtract(
+                one.fragment, arrived.update, 0.0 if fragment.kind else mix, self._shared.least(fragment)
+            )
 
     def _bring_all(self) -> None:
         for one in self.under_way:
@@ -293,7 +319,15 @@ class LocalHome(Home):
         for earlier in self.under_way[: self.under_way.index(one) + 1]:
             self._pass_on(earlier)
         if one.arrived is None:
-            one.arrived = self.outer_steps[one.fragment].arrive()
+            lost = self._shared.lost(self.fragments[one.fragment])
+            try:
+                one.arrived = self.outer_steps[one.fragment].arrive()
+            except SettingsError as error:
+                if lost:
+                    raise ValueError(lost) from error
+                raise
+            if lost:
+                raise ValueError(lost)
         return one.arrived
 
     def _on_gradient(self, number: int) -> None:

@@ -30,7 +30,7 @@ from thinwire.optim.diloco.options import (
     names_of,
     tensors_in,
 )
-from thinwire.optim.diloco.outer import OuterSettings, make_outer_step
+from thinwire.optim.diloco.outer import OuterSettings, OuterStep, make_outer_step
 from thinwire.optim.diloco.worker import NodeWorker, Worker
 from thinwire.optim.exact import mark_matrices
 from thinwire.optim.options import Backend, check_count
@@ -80,6 +80,9 @@ class DiLoCo(SynchronizedOptimizer):
         param_dtype: torch.bfloat16 or torch.float16 lays fp32 parameters out in it, with fp32 master weights.
         inside: of ShardedOptimizer, which averages gradients inside a worker and keeps master weights: `bucket_bytes`
             and `averaging`. A worker that is one rank with fp32 parameters does neither.
+        share: kinds of the inner optimizer's state that workers average too, and each with every how manieth outer step
+            of the weights, as {"exp_avg": 1, "exp_avg_sq": 6}, or {"momentum_buffer": 1} of Muon. They go through
+            `codec`, those without negative values through bf16, and each worker goes on from the mean.
         elastic: workers that come and go while the job runs, over Gloo: each one process or, with `comm`, its ranks, as
             of a whole node.
         options: for the inner class: lr, betas, ...
@@ -116,6 +119,7 @@ class DiLoCo(SynchronizedOptimizer):
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         param_dtype: torch.dtype | None = None,
         inside: Mapping[str, Any] | None = None,
+        share: dict[str, int] | None = None,
         elastic: Elastic | None = None,
         **options: Any,
     ) -> None:
@@ -128,10 +132,10 @@ class DiLoCo(SynchronizedOptimizer):
         mix = (0.5 if overlap else 0.0) if mix is None else mix
         plan: dict[str, Any] = {"every": every, "overlap": overlap, "fragments": fragments, "mix": mix, "stage": stage}
         wire: dict[str, Any] = {"codec": codec, "block_size": block_size, "max_norm": self.max_norm}
-        outer: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
+        outer: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "share": share or {}}
 
         def check() -> Any:
-            check_options(inner_class, codec, block_size, **plan, **outer)
+            check_options(inner_class, codec, block_size, **plan, **outer, elastic=elastic)
             given = listed(params)
             check_parameters(tensors_in(given), type(self).__name__)
             return given
@@ -143,8 +147,7 @@ class DiLoCo(SynchronizedOptimizer):
         check_same_on_every_rank(self.comm, tensors_in(given), [], settings)
         broadcast_from_rank_0(self.comm, tensors_in(given))
         links = _find_nodes(self.comm, nodes)
-        node = None if links is None else links.inside  # of ranks that share a worker with this one
-        node = self.comm.duplicate() if elastic is not None and self.comm.size > 1 else node
+        node = self.comm.duplicate() if elastic is not None and self.comm.size > 1 else links and links.inside
         worker = self._make_worker(given, inner_class, node, named_parameters, param_dtype, options, inside or {})
         self._become(worker)
         names = names_of(worker.optimizer.param_groups, worker.parameters, named_parameters)
@@ -187,7 +190,7 @@ class DiLoCo(SynchronizedOptimizer):
     @property
     def fragments(self) -> int:
         """Into how many the model is cut."""
-        return len(self._home.fragments)
+        return self._home._timetable.fragments
 
     @property
     def dropped_outer_steps(self) -> int:
@@ -260,7 +263,14 @@ class DiLoCo(SynchronizedOptimizer):
             return ElasticHome(self.comm, membership, worker, names, cut, codec, timetable, self.outer, mix)
         device, exchange = worker.parameters[0].device, self.comm.duplicate()
         steps = [make_outer_step(exchange, links, one, codec, number, device) for number, one in enumerate(cut)]
-        return LocalHome(self.comm, exchange, links, worker, names, cut, steps, timetable, self.outer, mix)
+
+        def make_step(fragment: Fragment, number: int, positive: bool) -> OuterStep:
+            # Blocks that share a scale would round the small ones of what is only positive, as a variance, to 0.
+            rounded = make_codec("bf16") if positive and settings["codec"] != "none" else codec
+            return make_outer_step(exchange, links, fragment, rounded, number, device)
+
+        shared = settings["share"], make_step
+        return LocalHome(self.comm, exchange, links, worker, names, cut, steps, timetable, self.outer, mix, *shared)
 
     def _become(self, worker: Worker) -> None:
         """Show the inner optimizer's groups and state as this optimizer's: schedulers then set its rates."""

@@ -35,6 +35,8 @@ def check_options(
     stage: int,
     outer_lr: float | None,
     outer_momentum: float,
+    share: object = None,
+    elastic: object = None,
 ) -> None:
     """Raise ValueError or TypeError for options that cannot work."""
     if not callable(inner_class):
@@ -45,6 +47,7 @@ def check_options(
     if isinstance(inner_class, type) and issubclass(inner_class, SynchronizedOptimizer):
         raise ValueError(f"{inner_class.__name__} {COMMUNICATES}")
     make_codec(codec, block_size)
+    _check_share(share, elastic)
     check_count("every", every)
     assert isinstance(every, int)
     if isinstance(overlap, bool) or not isinstance(overlap, int) or not 0 <= overlap < every:
@@ -64,6 +67,20 @@ def check_options(
             raise ValueError(f"{name} must be a number from {low:g} up to, not including, {high:g}, got {value!r}")
     if stage not in (0, 1, 2):
         raise ValueError(f"stage must be 0, 1 or 2 for DiLoCo, got {stage!r}: every worker needs its own whole replica")
+
+
+def _check_share(share: object, elastic: object) -> None:
+    if not isinstance(share, dict) or not all(isinstance(kind, str) and kind for kind in share):
+        raise TypeError(
+            'share must say of kinds of the inner optimizer\'s state how often, as {"exp_avg": 1, "exp_avg_sq": 6}, '
+            f"got {share!r}"
+        )
+    for kind, times in share.items():
+        check_count(f"share[{kind!r}]", times)
+    if share and elastic is not None:
+        raise ValueError(
+            "share does not go with elastic: a worker that joins would lack the shared state. Leave one out"
+        )
 
 
 def cut_trained(parameters: Sequence[Tensor], names: Sequence[str], fragments: int | Literal["auto"]) -> list[Fragment]:

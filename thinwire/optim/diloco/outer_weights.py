@@ -1,22 +1,28 @@
-"""The outer weights, which all ranks have in common, beside the worker's own, and which of the two parameters show; and
-an outer momentum kept whole by every worker, so that no owner takes any along when it dies."""
+"""The outer weights, which all ranks have in common, beside the worker's own, and which of the two parameters show;
+state of inner optimizers that workers share, in fragments of its own that leave behind those of the weights; and an
+outer momentum kept whole by every worker, so that no owner takes any along when it dies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.optim.diloco.fragments import Fragment, Piece
-from thinwire.optim.diloco.outer import OuterSettings, OuterState, WeightPair
+from thinwire.comm import Communicator
+from thinwire.optim.diloco.fragments import Fragment, Piece, Timetable
+from thinwire.optim.diloco.outer import OuterSettings, OuterState, OuterStep, WeightPair
 from thinwire.optim.diloco.worker import Worker
 
 _IN_CACHE = 1 << 16
 
 
 class OuterWeights:
-    """fp32 outer weights by fragment, [elements], and a worker's replica of them.
+    """fp32 outer weights by fragment, [elements], and a worker's replica of them. So is what all have in common of an
+    inner optimizer's shared state, in fragments of their own, which begin with zeros.
 
     `shown`: parameters show the outer weights. fp32 parameters then have changed places with them, so that no further
     copy is held; 16-bit parameters are rounded from them, and the worker's master weights stay as they are.
@@ -25,11 +31,20 @@ class OuterWeights:
     def __init__(self, worker: Worker, fragments: Sequence[Fragment]) -> None:
         self.shown = False
         self._worker = worker
-        self._fragments = fragments
+        self._fragments = list(fragments)
         self._versions: list[int] = []
         device = worker.parameters[0].device
         self._kept = [torch.zeros(one.numel, device=device) for one in fragments]
         self._follow_replica()
+
+    def add(self, fragments: Sequence[Fragment]) -> None:
+        """Have these too, of state, as the last."""
+        self._fragments += fragments
+        self._kept += [torch.zeros(one.numel, device=self._kept[0].device) for one in fragments]
+
+    def cut_off(self, count: int) -> None:
+        """Keep the first `count` fragments alone."""
+        del self._fragments[count:], self._kept[count:]
 
     def outer(self, fragment: int) -> Tensor:
         """The outer weights of a fragment, to be read."""
@@ -41,18 +56,19 @@ class OuterWeights:
 
     def pairs(self, fragment: int) -> list[WeightPair]:
         """Both, piece by piece, which lie end to end; to be read."""
-        kept, found = self._kept[fragment], list[WeightPair]()
+        kept, found, kind = self._kept[fragment], list[WeightPair](), self._fragments[fragment].kind
         for piece in self._fragments[fragment].pieces:
-            here, there = kept[piece.offset : piece.offset + piece.numel], self._of_worker(piece)
-            have_changed_places = self.shown and self._single(piece)
+            here, there = kept[piece.offset : piece.offset + piece.numel], self._of_worker(piece, kind)
+            have_changed_places = self.shown and not kind and self._single(piece)
             found.append(WeightPair(there, here) if have_changed_places else WeightPair(here, there))
         return found
 
-    def subtract(self, fragment: int, update: Tensor, mix: float) -> None:
-        """Take an outer step: w° -= update, and w = mix · w + (1 - mix) · w°; rounded once where `update` is fp64."""
+    def subtract(self, fragment: int, update: Tensor, mix: float, least: float | None = None) -> None:
+        """Take an outer step: w° -= update, and w = mix · w + (1 - mix) · w°; rounded once where `update` is fp64. No
+        element of w° is then below `least`."""
         shown = self.shown
         self.show(False)
-        kept = self._kept[fragment]
+        kept, kind = self._kept[fragment], self._fragments[fragment].kind
         for piece, first, last in self._portions(fragment):
             place = slice(piece.offset + first, piece.offset + last)
             outer = kept[place]
@@ -60,17 +76,21 @@ class OuterWeights:
                 outer.sub_(update[place])
             else:
                 outer.copy_(outer - update[place])
-            replica = outer if mix == 0.0 else torch.lerp(outer, self._of_worker(piece)[first:last], mix)
-            self._worker.write(piece.parameter, piece.start + first, replica)
+            if least is not None:
+                outer.clamp_(min=least)
+            replica = outer if mix == 0.0 else torch.lerp(outer, self._of_worker(piece, kind)[first:last], mix)
+            self._write(kind, piece.parameter, piece.start + first, replica)
         self.show(shown)
 
-    def set(self, fragment: int, outer: Tensor, replica: Tensor) -> None:
-        """Write both."""
+    def set(self, fragment: int, outer: Tensor, replica: Tensor | None) -> None:
+        """Write both, or leave the worker's own as it is."""
         shown = self.shown
         self.show(False)
         self._kept[fragment].copy_(outer)
-        for piece in self._fragments[fragment].pieces:
-            self._worker.write(piece.parameter, piece.start, replica[piece.offset : piece.offset + piece.numel])
+        kind = self._fragments[fragment].kind
+        for piece in () if replica is None else self._fragments[fragment].pieces:
+            values = replica[piece.offset : piece.offset + piece.numel]  # type: ignore[index]
+            self._write(kind, piece.parameter, piece.start, values)
         self.show(shown)
 
     def note_met(self) -> None:
@@ -97,7 +117,7 @@ class OuterWeights:
                 "after optimizer.synchronize_weights() on every rank"
             )
         for kept, fragment in zip(self._kept, self._fragments, strict=True):
-            for piece in fragment.pieces:
+            for piece in () if fragment.kind else fragment.pieces:
                 here, single = kept[piece.offset : piece.offset + piece.numel], self._single(piece)
                 own = self._of_worker(piece).clone() if single or self.shown else here
                 self._worker.show(piece.parameter, piece.start, here if single else own)
@@ -111,14 +131,22 @@ class OuterWeights:
 
     def _follow_replica(self) -> None:
         for number, kept in enumerate(self._kept):
-            kept.copy_(self.replica(number))
+            if not self._fragments[number].kind:
+                kept.copy_(self.replica(number))
         self.note_met()
 
     def _single(self, piece: Piece) -> bool:
         return self._worker.parameters[piece.parameter].dtype == torch.float32
 
-    def _of_worker(self, piece: Piece) -> Tensor:
-        return self._worker.weights(piece.parameter)[piece.start : piece.start + piece.numel]
+    def _of_worker(self, piece: Piece, kind: str = "") -> Tensor:
+        whole = self._worker.state(piece.parameter, kind) if kind else self._worker.weights(piece.parameter)
+        return whole[piece.start : piece.start + piece.numel]
+
+    def _write(self, kind: str, number: int, start: int, values: Tensor) -> None:
+        if kind:
+            self._worker.write_state(number, kind, start, values)
+        else:
+            self._worker.write(number, start, values)
 
     def _portions(self, fragment: int) -> Iterator[tuple[Piece, int, int]]:
         """(Piece, first element, last) of as many elements as caches hold on a CPU, where new memory for a whole piece
@@ -177,3 +205,128 @@ class KeptMomentum:
             new[first - after.own.start : last - after.own.start].copy_(
                 old[first - before.own.start : last - before.own.start]
             )
+
+
+MEAN = OuterSettings(lr=1.0, momentum=0.0)
+"""The outer step of shared state."""
+
+
+@dataclass
+class SharedStates:
+    """What is shared and how often.
+
+    `share`: kinds, and each after how many outer steps of a fragment's weights. `worker_of`: of each rank. `found`: by
+    kind the numbers of the parameters that have it, on all workers, and whether none of its values is below 0; empty
+    until the workers have agreed. `make_step`: of a fragment, its number and whether nothing is negative. `places`: of
+    each fragment of state, which fragment of weights it belongs to.
+    """
+
+    share: Mapping[str, int]
+    comm: Communicator
+    worker_of: Sequence[int]
+    worker: Worker
+    make_step: Callable[[Fragment, int, bool], OuterStep] | None
+    found: dict[str, tuple[list[int], bool]] = field(default_factory=dict)
+    places: list[int] = field(default_factory=list)
+
+    def settings(self, fragment: Fragment, of_weights: OuterSettings) -> OuterSettings:
+        """Of a fragment's outer steps."""
+        return MEAN if fragment.kind else of_weights
+
+    def cut(
+        self,
+        found: Mapping[str, tuple[list[int], bool]],
+        fragments: list[Fragment],
+        outer_steps: list[OuterStep],
+        weights: OuterWeights,
+    ) -> None:
+        """Put fragments of the state that was `found`, with nothing in common yet, and their outer steps behind those
+        of weights, in the place of any that are there."""
+        self.found = {kind: one for kind, one in found.items() if kind in self.share}
+        count = sum(not one.kind for one in fragments)
+        del fragments[count:], outer_steps[count:]
+        weights.cut_off(count)
+        made = self.fragments(fragments)
+        for number, fragment in enumerate(made, count):
+            assert self.make_step is not None, "who shares state can make its outer steps"
+            outer_steps.append(self.make_step(fragment, number, self.least(fragment) is not None))
+        fragments += made
+        weights.add(made)
+
+    def agree(self, trained: Sequence[int]) -> dict[str, tuple[list[int], bool]]:
+        """What all workers have of the parameters `trained`. Collective.
+
+        Raises ValueError, on every rank, for a kind that there is not, has no value for each element of a parameter, or
+        is not there for the same parameters on every worker.
+        """
+        mine: dict[str, Any] = {"has": {}, "lacks": {}, "negative": []}
+        for number in trained:
+            for kind, whole in self.worker.kinds(number).items():
+                mine["has" if whole else "lacks"].setdefault(kind, []).append(number)
+                if whole and kind in self.share and bool((self.worker.own_state(number, kind) < 0).any()):
+                    mine["negative"].append(kind)
+        said = [json.loads(one) for one in self.comm.all_gather_bytes(json.dumps(mine).encode(), "share its state")]
+        found = {}
+        for kind in self.share:
+            workers: dict[int, set[int]] = {}
+            for worker, one in zip(self.worker_of, said, strict=True):
+                workers.setdefault(worker, set()).update(one["has"].get(kind, ()))
+            if any(kind in one["lacks"] for one in said):
+                raise ValueError(
+                    f"share has {kind!r}, which has no fp32 value for each element of a parameter: an average over "
+                    f"workers is of {_listed(said)}"
+                )
+            if not any(workers.values()):
+                raise ValueError(f"share has {kind!r}, and the inner optimizer has {_listed(said)}")
+            for worker, numbers in workers.items():
+                if numbers != workers[0]:
+                    raise ValueError(
+                        f"share has {kind!r}, which worker {worker} has of {len(numbers)} parameters and worker 0 of "
+                        f"{len(workers[0])}: all have to have stepped the same parameters by the first outer step"
+                    )
+            found[kind] = sorted(workers[0]), not any(kind in one["negative"] for one in said)
+        return found
+
+    def fragments(self, weights: Sequence[Fragment]) -> list[Fragment]:
+        """Of each kind the state of each fragment of `weights`; those without any are left out."""
+        made: list[Fragment] = []
+        self.places.clear()
+        for kind, (numbers, _) in self.found.items():
+            for place, fragment in enumerate(weights):
+                pieces: list[Piece] = []
+                for piece in fragment.pieces:
+                    if piece.parameter in numbers:
+                        offset = sum(one.numel for one in pieces)
+                        pieces.append(Piece(piece.parameter, piece.start, piece.numel, offset))
+                if pieces:
+                    made.append(Fragment(tuple(pieces), kind))
+                    self.places.append(place)
+        return made
+
+    def leaving(self, timetable: Timetable, step: int, made: Sequence[Fragment]) -> list[int]:
+        """Which of these fragments leave after this step, behind their weights."""
+        due = timetable.leaving(step)
+        return [
+            number
+            for number, (fragment, place) in enumerate(zip(made, self.places, strict=True))
+            if place in due and timetable.times(place, step) % self.share[fragment.kind] == 0
+        ]
+
+    def least(self, fragment: Fragment) -> float | None:
+        """Below which no value of a fragment of state may come."""
+        return 0.0 if fragment.kind and self.found[fragment.kind][1] else None
+
+    def lost(self, fragment: Fragment) -> str:
+        """A sentence about state of a fragment that this worker has no more; empty where there is all of it."""
+        for piece in fragment.pieces:
+            if fragment.kind and not self.worker.keeps(piece.parameter, fragment.kind):
+                return (
+                    f"{fragment.kind!r} is shared, and the inner optimizer of this rank no longer has one of every "
+                    "parameter: the names of its state may not change in a run"
+                )
+        return ""
+
+
+def _listed(said: Sequence[Mapping[str, Any]]) -> str:
+    """The kinds that can be shared."""
+    return ", ".join(sorted({kind for one in said for kind in one["has"]})) or "none that could be shared"

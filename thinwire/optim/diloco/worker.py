@@ -14,7 +14,16 @@ from thinwire.optim.home import check_in_sync
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero.backward import BackwardWatcher, GradientHook
 from thinwire.zero.gradient_seal import replace_hook
-from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, ParameterState, StepResult, find_state, whole_values
+from thinwire.zero.home import (
+    NO_GRADIENTS,
+    Fragment,
+    Held,
+    ParameterState,
+    StepResult,
+    find_state,
+    local_values,
+    whole_values,
+)
 
 # What a key says of a value besides its kind: a plain number, or where in the parameter a slice begins.
 _NUMBER = "[number]"
@@ -64,16 +73,35 @@ class Worker:
         """Set elements of a parameter from `start` on, and all that follows from them."""
         self.show(number, start, values)
 
-    @torch.no_grad()
     def show(self, number: int, start: int, values: Tensor) -> None:
         """Let the parameter alone have these values from `start` on, rounded to its dtype."""
+        _write(self.parameters[number], start, values)
+
+    def kinds(self, number: int) -> dict[str, bool]:
+        """The kinds of the inner optimizer's state of a parameter that this rank has a part of, and whether they have
+        a value for each of its elements."""
         parameter = self.parameters[number]
-        if parameter.is_contiguous():
-            parameter.view(-1)[start : start + values.numel()].copy_(values)
-        else:
-            whole = parameter.reshape(-1)
-            whole[start : start + values.numel()].copy_(values)
-            parameter.copy_(whole.view(parameter.shape))
+        return {
+            kind: isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
+            for kind, value in self.optimizer.state.get(parameter, {}).items()
+        }
+
+    def state(self, number: int, kind: str) -> Tensor:
+        """The inner optimizer's state of a parameter, fp32 [elements]: to be read."""
+        values: Tensor = self.optimizer.state[self.parameters[number]][kind]
+        return values.reshape(-1).float()
+
+    def own_state(self, number: int, kind: str) -> Tensor:
+        """What this rank has of it."""
+        return self.state(number, kind)
+
+    def keeps(self, number: int, kind: str) -> bool:
+        """Whether it is there, after it was."""
+        return self.kinds(number).get(kind, False)
+
+    def write_state(self, number: int, kind: str, start: int, values: Tensor) -> None:
+        """Set elements of it from `start` on."""
+        _write(self.optimizer.state[self.parameters[number]][kind], start, values)
 
     def parameter_state(self, in_sync: Callable[[], bool]) -> ParameterState:
         """What is held of each parameter."""
@@ -134,6 +162,17 @@ class Worker:
         """Release communicators."""
 
 
+@torch.no_grad()
+def _write(tensor: Tensor, start: int, values: Tensor) -> None:
+    """Set elements of a flattened `tensor`, in whatever memory format."""
+    if tensor.is_contiguous():
+        tensor.view(-1)[start : start + values.numel()].copy_(values)
+    else:
+        whole = tensor.reshape(-1)
+        whole[start : start + values.numel()].copy_(values)
+        tensor.copy_(whole.view(tensor.shape))
+
+
 class NodeWorker(Worker):
     """The ranks of a node, or one rank with master weights: gradients are averaged exactly inside, state is sharded."""
 
@@ -185,6 +224,31 @@ class NodeWorker(Worker):
         shown = parameter.detach().clone()
         shown.view(-1)[start : start + values.numel()].copy_(values)
         self._state.after_writing_weights(number, shown)  # else master weights would follow it
+
+    @override
+    def kinds(self, number: int) -> dict[str, bool]:
+        slices = {kind: self._state.state(number, kind).fragments for kind in self._state.kinds()}
+        return {kind: True for kind, held in slices.items() if held}
+
+    @override
+    def own_state(self, number: int, kind: str) -> Tensor:
+        return local_values(self._state.state(number, kind), self.parameters[number].device)
+
+    @override
+    def keeps(self, number: int, kind: str) -> bool:
+        return len(self._state.state(number, kind).fragments) == len(self._state.weights(number).fragments)
+
+    @override
+    def state(self, number: int, kind: str) -> Tensor:
+        """Collective inside the node."""
+        return whole_values(self._state, number, self._state.state(number, kind))[0].reshape(-1)
+
+    @override
+    def write_state(self, number: int, kind: str, start: int, values: Tensor) -> None:
+        for held in self._state.state(number, kind).fragments:
+            first, last = max(held.start, start), min(held.start + held.values.numel(), start + values.numel())
+            if first < last:
+                held.values[first - held.start : last - held.start].copy_(values[first - start : last - start])
 
     @override
     def parameter_state(self, in_sync: Callable[[], bool]) -> ParameterState:
