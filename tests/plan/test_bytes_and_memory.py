@@ -152,10 +152,18 @@ def test_bytes_and_memory_of_muon_by_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "fragments", "nodes"),
-    [*((codec, 5, None) for codec in CODECS), ("int4", 1, None), ("int4", 5, [0, 0, 1, 1]), ("none", 5, [0, 0, 1, 1])],
+    ("codec", "fragments", "nodes", "share"),
+    [
+        *((codec, 5, None, {}) for codec in CODECS),
+        ("int4", 1, None, {}),
+        ("int4", 5, [0, 0, 1, 1], {}),
+        ("none", 5, [0, 0, 1, 1], {}),
+        ("int4", 1, None, {"exp_avg": 1, "exp_avg_sq": 1}),
+    ],
 )
-def test_bytes_and_memory_of_diloco(codec: CodecName, fragments: int, nodes: list[int] | None) -> None:
+def test_bytes_and_memory_of_diloco(
+    codec: CodecName, fragments: int, nodes: list[int] | None, share: dict[str, int]
+) -> None:
     """Byte for byte what a run sends on average and in a burst; and to a tenth, as formulas know no padding, what is
     held for outer steps."""
     ranks, every = 4, 5
@@ -168,6 +176,7 @@ def test_bytes_and_memory_of_diloco(codec: CodecName, fragments: int, nodes: lis
             "codec": codec,
             "nodes": nodes or "flat",
             "comm": comm,
+            "share": share,
         }
         optimizer = DiLoCo(model.named_parameters(), torch.optim.AdamW, **options)
         sent = [(optimizer.bytes_sent, optimizer.bytes_sent_between_nodes)[nodes is not None]]
@@ -179,7 +188,7 @@ def test_bytes_and_memory_of_diloco(codec: CodecName, fragments: int, nodes: lis
         return [after - before for before, after in itertools.pairwise(sent)], optimizer.model_state_bytes()
 
     (sent, held), *_ = threads.run(rank, ranks)
-    run = Schedule(100, outer=OuterSchedule(every, fragments, codec=codec))
+    run = Schedule(100, outer=OuterSchedule(every, fragments, codec=codec, share=share))
     cluster = ethernet(ranks) if nodes is None else ethernet(2, 2)
     prediction = predict(Workload(MODEL, 0.1, 0.2), cluster, Method("diloco", hierarchical=nodes is not None), run)
     part = 1 if nodes is None else 2  # a node's bytes are its ranks'

@@ -164,7 +164,7 @@ CHANGES = (
     "--inside-message 50ms, --overlap 30%, --memory 1GB, --cores-per-node 2, --methods ddp-fp32, --powersgd-ranks 2, "
     "--steps 50, --warmup 0.5, --warmup-wire fp32, --var-freeze-step 3, --var-update-scaler 3, --local-step-scaler 3, "
     "--local-step-clipper 3, --every 17, --fragments 3, --outer-overlap 0, --outer-codec sign1, --inner Muon, "
-    "--muon-codec int8, --bucket 3MiB, --sequence 128, --micro-batch 3"
+    "--share exp_avg=2, --muon-codec int8, --bucket 3MiB, --sequence 128, --micro-batch 3"
 )
 
 
@@ -196,6 +196,9 @@ def test_local_updates_say_what_was_published_of_their_loss_and_whether_a_fragme
     _, printed, _ = run(capsys, *line, "--speed-only", "--inner", "Muon")
     assert "thinwire.DiLoCo(model.named_parameters(), thinwire.optim.Muon, lr=lr, every=30)" in printed
     assert "published with AdamW inside (arXiv 2503.09799)" in printed
+    for share, lack in (("exp_avg", "with no number"), ("exp_avg=0", "share of exp_avg"), ("sum=1", "it has exp_avg,")):
+        code, _, errors = run(capsys, *line, "--share", share)
+        assert (code, lack in errors) == (2, True)
     small = ("plan", "--parameters", "4M", "--link", "100Mb/s", "--methods", "diloco", "ddp-bf16", "--nodes", "16")
     _, printed, _ = run(capsys, *small)
     assert "loss +3.9% or worse, published" in printed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,6 +104,7 @@ def _add_run(run: argparse._ArgumentGroup) -> None:
     run.add_argument("--fragments", type=int, help="DiLoCo's; by default one for every three layers")
     run.add_argument("--outer-overlap", type=int, default=outer.overlap, help="steps that a fragment is in flight")
     run.add_argument("--outer-codec", choices=CODECS, default=outer.codec, help=f"by default {outer.codec}")
+    run.add_argument("--share", nargs="+", default=(), metavar="STATE=N", help="averaged with every N-th outer step")
     run.add_argument("--inner", choices=INNER, default=outer.inner, help="what steps inside DiLoCo's workers")
     codec = defaults.muon_codec
     run.add_argument("--muon-codec", choices=CODE_BITS, default=codec, help=f"1-bit Muon's, by default {codec}")
@@ -120,6 +122,18 @@ def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 # What a plan is made of
+
+_OUTER = ("every", "fragments", "outer_overlap", "outer_codec", "inner")
+
+
+def _shared(given: Sequence[str]) -> dict[str, int]:
+    """Kinds of state, and after how many outer steps each is averaged, of words like "exp_avg=1"."""
+    parted = [one.partition("=") for one in given]
+    for kind, _, times in parted:
+        if not times.isdecimal():
+            raise PlanError(f"--share takes words like exp_avg=1, got {kind!r} with {times or 'no number'}")
+    return {kind: int(times) for kind, _, times in parted}
+
 
 _NODES = 4
 _SEQUENCES, _SEQUENCE = 8, 512
@@ -176,7 +190,7 @@ class _Request:
             local_step_clipper=typed.local_step_clipper,
             bucket_bytes=None if typed.bucket is None else max(1, round(typed.bucket)),
             muon_codec=typed.muon_codec,
-            outer=OuterSchedule(typed.every, typed.fragments, typed.outer_overlap, typed.outer_codec, typed.inner),
+            outer=OuterSchedule(*(getattr(typed, name) for name in _OUTER), _shared(typed.share)),
         )
         device = named_device(typed.device or DEFAULT_DEVICE)
         cluster = self._cluster(device)

@@ -4,7 +4,7 @@ often which kind of step comes in a run: warmups, 0/1 Adam's growing intervals, 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -119,6 +119,7 @@ class OuterSchedule:
         overlap: steps that a fragment is in flight while training goes on.
         codec: what it goes through.
         inner: what steps inside.
+        share: kinds of its state that workers average too, and after how many outer steps each.
     """
 
     every: int = 30
@@ -126,6 +127,7 @@ class OuterSchedule:
     overlap: int = 1
     codec: CodecName = "int4"
     inner: InnerName = "AdamW"
+    share: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_whole("every", self.every)
@@ -137,6 +139,18 @@ class OuterSchedule:
             raise PlanError(f"codec {self.codec!r} is not one of {', '.join(CODECS)}")
         if self.inner not in INNER:
             raise PlanError(f"inner {self.inner!r} is not one of {', '.join(INNER)}")
+        for kind, times in self.share.items():
+            require_whole(f"share of {kind}", times)
+            self.shared_elements(kind, None)
+
+    def shared_elements(self, kind: str, model: Transformer | None) -> int:
+        """Of how many elements there is a kind of state; of a `model` or, where that is not known, of none."""
+        known = {"AdamW": ("exp_avg", "exp_avg_sq"), "Muon": ("momentum_buffer", "exp_avg", "exp_avg_sq")}[self.inner]
+        if kind not in known:
+            raise PlanError(f"share has {kind!r}, which {self.inner} does not keep: it has {', '.join(known)}")
+        if model is None or self.inner == "AdamW":
+            return 0 if model is None else model.parameters
+        return model.parameters - model.last_elements if kind == "momentum_buffer" else model.last_elements
 
     def fragments_of(self, model: Transformer) -> int:
         """Into how many a model is cut."""

@@ -284,8 +284,16 @@ def _local_updates(setting: Setting) -> list[Phase]:
     if setting.method.workers(cluster) == 1:
         return [replace(local, name="every step")]
     exchange = hierarchical_exchange if setting.method.hierarchical else two_legs
-    elements = -(-setting.parameters // fragments)
-    one = exchange(cluster, elements, outer.codec) + Cost(elements * _OUTER_BYTES / cluster.processor.memory)
+
+    def take(elements: int, codec: CodecName) -> Cost:
+        of_one = -(-elements // fragments)
+        return exchange(cluster, of_one, codec) + Cost(of_one * _OUTER_BYTES / cluster.processor.memory)
+
+    one = take(setting.parameters, outer.codec)
+    for kind, times in outer.share.items():
+        if elements := outer.shared_elements(kind, setting.workload.model):  # a variance goes through bf16
+            rounded = "bf16" if kind == "exp_avg_sq" and outer.codec != "none" else outer.codec
+            one += take(elements, rounded) * (1 / times)
     # Where there are more fragments than steps, several leave at once.
     at_once = max(1.0, fragments / outer.every)
     share = min(1.0, fragments / outer.every)

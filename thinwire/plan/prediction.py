@@ -53,6 +53,12 @@ def _outer_state(setting: Setting) -> dict[str, float]:
     inside = setting.cluster.ranks_per_node if method.hierarchical else 1
     owned = parameters / (workers * inside)
     held = {"outer weights": parameters * _FP32 * 1.0, "outer momentum": owned * _FP32}
+    model = setting.workload.model
+    if shared := sum(outer.shared_elements(kind, model) for kind in outer.share):
+        held["shared state"] = shared * _FP32 * 1.0
+        parameters += shared
+        owned += shared / (workers * inside)
+        held["outer momentum"] = owned * _FP32
     if workers > 1:
         held["under way"] = parameters * _FP32 / outer.fragments_of(setting.workload.model)
         if outer.codec != "none":
