@@ -123,8 +123,6 @@ def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
 
 # What a plan is made of
 
-_OUTER = ("every", "fragments", "outer_overlap", "outer_codec", "inner")
-
 
 def _shared(given: Sequence[str]) -> dict[str, int]:
     """Kinds of state, and after how many outer steps each is averaged, of words like "exp_avg=1"."""
@@ -190,7 +188,14 @@ class _Request:
             local_step_clipper=typed.local_step_clipper,
             bucket_bytes=None if typed.bucket is None else max(1, round(typed.bucket)),
             muon_codec=typed.muon_codec,
-            outer=OuterSchedule(*(getattr(typed, name) for name in _OUTER), _shared(typed.share)),
+            outer=OuterSchedule(
+                typed.every,
+                typed.fragments,
+                typed.outer_overlap,
+                typed.outer_codec,
+                typed.inner,
+                _shared(typed.share),
+            ),
         )
         device = named_device(typed.device or DEFAULT_DEVICE)
         cluster = self._cluster(device)

@@ -147,7 +147,7 @@ class DiLoCo(SynchronizedOptimizer):
         check_same_on_every_rank(self.comm, tensors_in(given), [], settings)
         broadcast_from_rank_0(self.comm, tensors_in(given))
         links = _find_nodes(self.comm, nodes)
-        node = self.comm.duplicate() if elastic is not None and self.comm.size > 1 else links and links.inside
+        node = self.comm.duplicate() if elastic is not None and self.comm.size > 1 else getattr(links, "inside", None)
         worker = self._make_worker(given, inner_class, node, named_parameters, param_dtype, options, inside or {})
         self._become(worker)
         names = names_of(worker.optimizer.param_groups, worker.parameters, named_parameters)
