@@ -82,7 +82,7 @@ DILOCO = {f"diloco-{every}-{codec}": _diloco(every, codec) for every in _BY_INTE
 def _diloco_muon(every: int, marker: str, what: str = "", **shared: Any) -> Contender:
     """With the mean of the workers' weights for an outer step, which is best in few of them."""
     mean = {"outer_lr": 1.0, "outer_momentum": 0.0, "overlap": 0, "mix": 0.0}
-    label = f"{OPTIMIZERS['diloco-muon'].label}, {every} steps, int4{what}"
+    label = f"{OPTIMIZERS['diloco-muon'].label}, {every} steps, {what or 'int4'}"
     options = {"every": every, "codec": "int4", **mean, **shared}
     return Contender("diloco-muon", label, _BY_INTERVAL[every], marker, options, "muon")
 
@@ -108,7 +108,7 @@ CONTENDERS = {
     **DILOCO,
     "diloco-10-muon": _diloco_muon(10, "P"),
     "diloco-30-muon": _diloco_muon(30, "P"),
-    "diloco-30-muon-shared": _diloco_muon(30, "X", ", momentum shared", share={"momentum_buffer": 1}),
+    "diloco-30-muon-shared": _diloco_muon(30, "X", "shared", share={"momentum_buffer": 1}),
     "diloco-30-plain": Contender(
         "plain-diloco", "DiLoCo, 30 steps, by hand", "#8f6bb3", "P", {"every": 30}, "diloco-30-none"
     ),

@@ -118,4 +118,4 @@ def _legend(figure: Figure, names: list[str], top: float) -> None:
         for name in names
         for label in [f"{CONTENDERS[name].label}, the dashed line" if name == BASELINE else CONTENDERS[name].label]
     ]
-    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.85, top), frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.843, top), frameon=False, fontsize=9)

@@ -29,7 +29,7 @@ class Finding:
         same_loss: the difference is within 1%, or within one standard deviation of the exact optimizer if that is
             larger, or in favour of the 1-bit one.
         fewer_bytes: the exact optimizer's bytes over the 1-bit one's, whole run.
-        fewer_bytes_frozen: the same for the last step, in which 0/1 Adam synchronises; None if it never froze.
+        fewer_bytes_frozen: the same for the last step, in which 0/1 Adam synchronises; None if nothing was frozen.
     """
 
     exact_loss: float
@@ -50,9 +50,10 @@ class Finding:
             loss = f"same loss ({self.difference_percent:+.1f}%)"
         else:
             loss = f"{_apart(self.difference_percent, 'lower', 'higher')} loss"
-        if self.fewer_bytes_frozen is None:
-            return f"{loss}, no fewer bytes: it never froze its variance"
-        return f"{loss}, {self.fewer_bytes:.1f}x fewer bytes, {self.fewer_bytes_frozen:.0f}x fewer once frozen"
+        fewer = f"{loss}, {self.fewer_bytes:.1f}x fewer bytes"
+        if self.fewer_bytes_frozen is not None:
+            return f"{fewer}, {self.fewer_bytes_frozen:.0f}x fewer once frozen"
+        return fewer if self.fewer_bytes > 1 else f"{loss}, no fewer bytes: it never froze its variance"
 
 
 def headline(onebit: str, exact: str, findings: Sequence[Finding]) -> str:

@@ -128,7 +128,7 @@ def _diloco_muon(groups: list[dict[str, Any]], **options: Any) -> Any:
 
 OUTER = {
     "diloco": Outer("DiLoCo", "DiLoCo", "#2b6ca3", "adamw", _diloco),
-    "diloco-muon": Outer("DiLoCo", "DiLoCo, Muon inside", "#00798c", "muon", _diloco_muon),
+    "diloco-muon": Outer("DiLoCo", "DiLoCo, Muon", "#00798c", "muon", _diloco_muon),
     "plain-diloco": Outer("PlainDiLoCo", "DiLoCo in 20 lines of torch", "#8f6bb3", "adamw", PlainDiLoCo),
 }
 """What sends no gradient at all; `every` and, of thinwire's, `codec`, `fragments`, `overlap` and the like are options
