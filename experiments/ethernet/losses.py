@@ -62,8 +62,8 @@ def race(options: argparse.Namespace, cluster: Cluster, emulated: EmulatedCluste
         "retimed": {key: at_another_rate(runs, one) for key, one in before.get("retimed", {}).items()},
         "runs": runs,
     }
-    _write(content, options.output)
     if moved and emulated is not None and rate is not None:
+        _write(content, options.output)  # trainings take hours, and timing may fail
         content = _time_again(content, emulated, rate, options)
     shown = loss_report.timed_last(content)
     goal = loss_report.goal_of(runs)

@@ -34,6 +34,7 @@ from thinwire.zero.saved_state import (
     check_saved,
     check_weights,
     mean_over_ranks,
+    ranks_of_residuals,
 )
 
 _OWNER_RESIDUAL = "owner_residual"
@@ -271,19 +272,9 @@ def check_in_sync(in_sync: bool) -> None:
 
 
 def ranks_to_resume(source: SliceSource, comm: Communicator, nodes: Sequence[int] | None) -> list[int] | None:
-    """The ranks whose residuals this one goes on with: its own, or of another number of ranks all; None for none.
-
-    `nodes`: the node of each rank, where residuals belong to nodes.
-    """
-    saved_nodes = source.counters()["nodes"]
-    same = source.world_size == comm.size and saved_nodes == nodes
-    ranks = [comm.rank] if same else list(range(source.world_size))
-    if not same and (nodes is not None or saved_nodes is not None):
-        return None
-    for rank in ranks:
-        if TRAFFIC not in source.rank_keys(rank):
-            return None
-    return ranks
+    """`ranks_of_residuals`; None too if one of them is not in `source`."""
+    ranks = ranks_of_residuals(source, comm, nodes)
+    return None if ranks is None or any(TRAFFIC not in source.rank_keys(rank) for rank in ranks) else ranks
 
 
 def slices(group: FreezeGroup, names: Sequence[str], rank: int) -> list[SavedSlice]:

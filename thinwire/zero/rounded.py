@@ -28,7 +28,14 @@ from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.master_weights import FlatBucket, ShardedParameters, runs_in
 from thinwire.zero.placement import Averaging
 from thinwire.zero.rank_state import warn_of_lost_residuals
-from thinwire.zero.saved_state import AVERAGE_RESIDUAL, DamagedStateError, SavedSlice, SliceSource, mean_over_ranks
+from thinwire.zero.saved_state import (
+    AVERAGE_RESIDUAL,
+    DamagedStateError,
+    SavedSlice,
+    SliceSource,
+    mean_over_ranks,
+    ranks_of_residuals,
+)
 
 _OF_RANK = "gradient_residual"
 """What checkpoints call the residuals of leg 1."""
@@ -276,12 +283,9 @@ def ranks_with_residuals(
 
     Raises DamagedStateError if some parameters' were, and not all.
     """
-    comm, names, nodes = parameters.comm, parameters.names, saved_nodes(parameters)
-    by_node = source.counters().get("nodes")
-    same = source.world_size == comm.size and by_node == nodes
-    if not same and (nodes is not None or by_node is not None):
+    ranks, names = ranks_of_residuals(source, parameters.comm, saved_nodes(parameters)), parameters.names
+    if ranks is None:
         return None
-    ranks = [comm.rank] if same else list(range(source.world_size))
     runs = [run for one in gradients for run in runs_in(one.layout, one.exchange.worker_place)]
     wanted = {f"{_OF_RANK}.{names[run.parameter]}" for run in runs}
     missing = [wanted.difference(source.rank_keys(rank)) for rank in ranks]

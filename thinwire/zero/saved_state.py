@@ -12,6 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from thinwire.comm import Communicator
 from thinwire.comm.errors import first_fault
 
 
@@ -272,6 +273,19 @@ def read_weight(source: SliceSource, dtype: torch.dtype | None, name: str, start
         except KeyError:  # it was saved from a parameter in fp32, its own master
             return source.read("weight", name, start, numel)
     return source.read("weight", name, start, numel)
+
+
+def ranks_of_residuals(source: SliceSource, comm: Communicator, nodes: Sequence[int] | None) -> list[int] | None:
+    """The ranks whose residuals this one goes on with: its own, or of another number of ranks all; None if residuals
+    belong to nodes, there or here, and these are others.
+
+    `nodes`: the node of each rank, if residuals belong to nodes.
+    """
+    saved_nodes = source.counters().get("nodes")
+    same = source.world_size == comm.size and saved_nodes == nodes
+    if not same and (nodes is not None or saved_nodes is not None):
+        return None
+    return [comm.rank] if same else list(range(source.world_size))
 
 
 def mean_over_ranks(source: SliceSource, key: str, ranks: Sequence[int]) -> Tensor:
