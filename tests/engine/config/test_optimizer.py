@@ -237,6 +237,8 @@ LOCAL = [
     ({"inner": 3}, '"optimizer.params.inner" must be the section of an optimizer'),
     ({"evry": 3}, '"optimizer.params.evry" is not a parameter of DiLoCo. Did you mean "every"?'),
     ({"every": 4, "overlap": 4}, '"optimizer.params" cannot work: overlap must be a number of steps from 0'),
+    ({"every": 1, "outer_lr": "auto"}, 'outer_lr "auto" follows .*: set a rate for single steps'),
+    ({"outer_lr": "best"}, '"optimizer.params.outer_lr" must be a number, at least 0 or "auto" or null, got "best"'),
     ({"codec": "int3"}, '"optimizer.params.codec" must be "sign1" or'),
     ({"fragments": 0}, '"optimizer.params.fragments" must be a whole number, at least 1 or "auto", got 0'),
     ({"nodes": [0, 0.5]}, '"optimizer.params.nodes" must be a list of whole numbers or "auto" or "flat", got'),

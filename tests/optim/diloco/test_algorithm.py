@@ -15,6 +15,7 @@ from tests.optim.diloco.tower import (
     Tower,
     flat,
     follows_the_published_algorithms,
+    long_run,
     loss_of,
     make,
     outer_weights_agree,
@@ -22,8 +23,9 @@ from tests.optim.diloco.tower import (
     streaming,
     train,
 )
-from thinwire.comm import CommunicationError, Communicator, threads
+from thinwire.comm import CommunicationError, Communicator, Elastic, threads
 from thinwire.optim.diloco.fragments import Timetable, auto_fragments, cut_fragments, layers_of
+from thinwire.optim.diloco.outer import Correlation, OuterSettings
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,27 @@ def test_it_is_algorithm_1_and_with_fragments_under_way_algorithm_2(
     workers: int, momentum: float, fragments: int, overlap: int, mix: float
 ) -> None:
     threads.run(lambda comm: follows_the_published_algorithms(comm, momentum, fragments, overlap, mix), workers)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("options", [(0.9, 2, 2, 0.5), (0.9, 1, 0, 0.0), (0.0, 1, 1, 0.5)])
+def test_an_outer_rate_follows_the_correlation_of_outer_gradients(workers: int, options: tuple[Any, ...]) -> None:
+    threads.run(lambda comm: follows_the_published_algorithms(comm, *options, outer_lr="auto"), workers)
+
+
+def test_the_correlation_of_many_values_is_that_of_an_even_sample_of_them() -> None:
+    """Of rows of which one column in 1024 differs, too."""
+    rows, momentum, lr = 512, 0.9, 0.4
+    correlation, generator = Correlation(rows * 1024), torch.Generator().manual_seed(1)
+    gradient, velocity, gradients = torch.zeros(rows, 1024), torch.zeros(rows, 1024), list[Tensor]()
+    for _ in range(12):
+        gradient = 0.6 * gradient + torch.randn(rows, 1024, generator=generator)
+        gradient[:, 0] = 100.0
+        velocity = momentum * velocity + gradient
+        correlation.follow((lr * (gradient + momentum * velocity)).view(-1), OuterSettings(lr, momentum))
+        gradients.append(gradient.view(-1).double().clone())
+    assert correlation.gain(momentum) == pytest.approx(long_run(gradients, momentum), rel=0.05)
+    assert correlation.gain(0.0) == 1
 
 
 @pytest.mark.parametrize("inner", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, thinwire.optim.Muon])
@@ -207,6 +230,10 @@ BAD = [
     ({"fragments": 0}, ValueError, "fragments"),
     ({"mix": 1.0}, ValueError, "mix must be a number from 0 up to, not including, 1"),
     ({"outer_lr": -0.1}, ValueError, "outer_lr"),
+    ({"outer_lr": "best"}, ValueError, "outer_lr must be a number .*, or \"auto\", got 'best'"),
+    ({"outer_lr": "auto", "every": 1}, ValueError, "got every=1: single steps"),
+    ({"outer_lr": "auto", "codec": "stat2"}, ValueError, "'stat2' leaves of outer steps, which is too coarse"),
+    ({"outer_lr": "auto", "elastic": Elastic(workers=1, address="here:1")}, ValueError, "does not go with elastic"),
     ({"outer_lr": float("nan")}, ValueError, "outer_lr"),
     ({"outer_momentum": 1.0}, ValueError, "outer_momentum"),
     ({"codec": "int3"}, ValueError, "codec must be"),
@@ -238,6 +265,7 @@ def test_options(comm: Communicator, options: dict[str, Any], error: type[Except
         ("overlap", (1, 2)),
         ("fragments", (1, 2)),
         ("outer_lr", (0.6, 0.7)),
+        ("outer_lr", (0.6, "auto")),
         ("codec", ("int8", "none")),
         ("block_size", (64, 128)),
         ("mix", (0.0, 0.5)),

@@ -3,6 +3,7 @@ DiLoCo's Algorithm 2 in float64; what holds on every backend, for threads and fo
 threads that meet at a store of their process."""
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -34,19 +35,22 @@ def streaming(
     every: int,
     overlap: int,
     mix: float,
-    outer_lr: float,
+    outer_lr: float | str,
     momentum: float,
     share: Mapping[str, int] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """The outer weights, and each worker's own, flat, after `steps`; `fragments`: places in the flat weights; `share`:
-    state of which workers take the mean after every so many outer steps, of a single fragment without overlap.
+    state of which workers take the mean after every so many outer steps, of a single fragment without overlap;
+    `outer_lr`: or "auto", by which η (1 + μ / (1 - μ rho)) (1 - mix) = 1.
 
     Algorithm 2; with one fragment, no overlap and mix 0, Algorithm 1. The outer optimizer is torch's own SGD.
     """
     replicas = [copy.deepcopy(model).double() for _ in range(workers)]
     inner = [make_inner(list(one.parameters())) for one in replicas]
     outer = [flat(replicas[0].parameters())[places].requires_grad_() for places in fragments]
-    optimizers = [torch.optim.SGD([one], lr=outer_lr, momentum=momentum, nesterov=momentum > 0) for one in outer]
+    first = outer_lr if isinstance(outer_lr, float) else 0.0
+    optimizers = [torch.optim.SGD([one], lr=first, momentum=momentum, nesterov=momentum > 0) for one in outer]
+    gradients: list[list[Tensor]] = [[] for _ in fragments]
     arriving: dict[tuple[int, int], Tensor] = {}
     for step in range(1, steps + 1):
         for worker, (replica, optimizer) in enumerate(zip(replicas, inner, strict=True)):
@@ -59,6 +63,9 @@ def streaming(
                 arriving[number, step + overlap] = outer[number].detach() - own[:, places].mean(0)
             if (gradient := arriving.pop((number, step), None)) is not None:
                 outer[number].grad = gradient
+                if outer_lr == "auto":
+                    optimizers[number].param_groups[0]["lr"] = 1 / (1 - mix) / long_run(gradients[number], momentum)
+                    gradients[number].append(gradient)
                 optimizers[number].step()
                 own[:, places] = mix * own[:, places] + (1 - mix) * outer[number].detach()
         for replica, weights in zip(replicas, own, strict=True):
@@ -74,6 +81,17 @@ def streaming(
     for weights, places in zip(outer, fragments, strict=True):
         common[places] = weights.detach()
     return common, list(own)
+
+
+def long_run(gradients: Sequence[Tensor], momentum: float) -> float:
+    """How far along an outer gradient its own and the momentum's part of Nesterov's steps go, as those so far tell:
+    1 + μ / (1 - μ rho), if one correlates by rho with the last."""
+    velocities = list(itertools.accumulate(gradients, lambda before, one: momentum * before + one))
+    before = own = 0.0
+    for gradient, velocity in zip(gradients[1:], velocities, strict=False):
+        before, own = 0.9 * before + float(gradient @ velocity), 0.9 * own + float(gradient @ gradient)
+    rho = before / (own + momentum * before) if len(gradients) > 1 else 0.5
+    return 1 + momentum / (1 - momentum * rho)
 
 
 def algorithm_1(
@@ -161,13 +179,18 @@ def relative_error(given: Tensor, wanted: Tensor) -> float:
 
 
 def follows_the_published_algorithms(
-    comm: Communicator, momentum: float = 0.9, fragments: int = 2, overlap: int = 2, mix: float = 0.5
+    comm: Communicator,
+    momentum: float = 0.9,
+    fragments: int = 2,
+    overlap: int = 2,
+    mix: float = 0.5,
+    outer_lr: float | str = 0.7,
 ) -> None:
     """Algorithm 2 of Streaming DiLoCo in float64, 5 outer steps of each fragment; Algorithm 1 of DiLoCo with one
     fragment, no overlap and mix 0."""
     model = Tower()
     every = 6 if overlap else 4
-    options = {"every": every, "overlap": overlap, "mix": mix, "outer_lr": 0.7}
+    options = {"every": every, "overlap": overlap, "mix": mix, "outer_lr": outer_lr}
     optimizer = make(comm, model, torch.optim.AdamW, lr=0.01, fragments=fragments, outer_momentum=momentum, **options)
     starts = [0, *torch.tensor([one.numel() for one in model.parameters()]).cumsum(0).tolist()]
     places = [

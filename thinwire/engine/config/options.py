@@ -135,7 +135,7 @@ class LocalUpdatesOptions(OptionModel):
     """Arguments of DiLoCo, its "inner" apart."""
 
     every: Count = 30
-    outer_lr: NotNegative | None = None
+    outer_lr: NotNegative | Literal["auto"] | None = None
     outer_momentum: Share = 0.9
     fragments: Count | Literal["auto"] = "auto"
     overlap: Annotated[WholeNumber, Field(ge=0)] | None = None
@@ -160,6 +160,11 @@ class LocalUpdatesOptions(OptionModel):
             raise ValueError(
                 f"overlap must be a number of steps from 0 up to, not including, every={self.every}, got "
                 f"{self.overlap}: a fragment has to be back before it leaves again"
+            )
+        if self.outer_lr == "auto" and (self.every == 1 or self.codec in ("stat2", "sign1")):
+            raise ValueError(
+                'outer_lr "auto" follows the correlation of what workers do in successive intervals: set a rate for '
+                'single steps, "every" 1, and for codecs too coarse to find it, "stat2" and "sign1"'
             )
         make_codec(self.codec, self.block_size)
         return self

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.optim.diloco.fragments import Fragment, Piece
-from thinwire.optim.diloco.outer import Arrived, OuterState, UnderWay
+from thinwire.optim.diloco.outer import Arrived, Correlation, OuterState, UnderWay
 from thinwire.optim.diloco.outer_weights import KeptMomentum, OuterWeights
 from thinwire.optim.diloco.worker import Worker
 from thinwire.optim.home import ranks_to_resume
@@ -38,6 +38,7 @@ _ARRIVING = "arriving"
 _REPLICA = "replica"
 _COMMON = "common"
 _INNER = "inner."
+_CORRELATION = "correlation"
 
 
 class SavedPlace(BaseModel):
@@ -84,7 +85,7 @@ class LocalCheckpoint:
     """What is saved of a worker and of its fragments, and how it is taken up again.
 
     `nodes`: the node of each rank, where nodes are the workers. `shape`: what has to be alike for fragments to go on
-    in flight. `shared`: state that workers share, by kind.
+    in flight. `shared`: state that workers share, by kind. `correlations`: see OuterOptimizer.
     """
 
     comm: Communicator
@@ -96,6 +97,7 @@ class LocalCheckpoint:
     weights: OuterWeights
     shape: Sequence[int]
     shared: Mapping[str, tuple[list[int], bool]]
+    correlations: Sequence[Correlation]
 
     def slices(self, under_way: Sequence[UnderWay]) -> list[SavedSlice]:
         """What this rank owns of the outer weights, momentum and residuals, and of what is in flight."""
@@ -133,7 +135,7 @@ class LocalCheckpoint:
             for kind in ("", *self.shared):
                 residual = self._whole(kind, self._residual, kept[0].dtype)
                 found |= {f"{_of(kind, _WORKER_RESIDUAL)}.{name}": values for name, values in residual.items()}
-        return found
+        return found | {f"{_CORRELATION}.{number}": one.known for number, one in enumerate(self.correlations)}
 
     def counters(self, step: int, met_at: int, under_way: Sequence[UnderWay]) -> dict[str, Any]:
         """Where the run is."""
@@ -153,10 +155,7 @@ class LocalCheckpoint:
                 for kind in [self.fragments[one.fragment].kind]
                 for piece in self.fragments[one.fragment].pieces
             ],
-            "shared": {
-                kind: {"parameters": list(numbers), "positive": positive}
-                for kind, (numbers, positive) in self.shared.items()
-            },
+            "shared": {kind: {"parameters": list(n), "positive": one} for kind, (n, one) in self.shared.items()},
         }
 
     def check(self, source: SliceSource) -> None:
@@ -207,6 +206,11 @@ class LocalCheckpoint:
                         update = whole[piece.start : piece.start + piece.numel]
                         outer[piece.offset : piece.offset + piece.numel] -= update
             self.weights.set(number, outer, replica)
+        for number, one in enumerate(self.correlations):
+            one.reset()
+            key = f"{_CORRELATION}.{number}"
+            if goes_on and ranks and key in source.rank_keys(ranks[0]):
+                one.known.copy_(source.read_rank(key, ranks[0]))
         self._load_inner(source, saved["inner_kinds"], ranks)
         under_way = [
             UnderWay(number, left_at, True, self._arrived(number, updates)) for number, left_at in saved["under_way"]
@@ -381,10 +385,8 @@ def load_worker(source: SliceSource, take_up: MakeCheckpoint, momentum: KeptMome
     states = []
     for fragment, part in zip(form.fragments, owned, strict=True):
         numel = fragment.numel if leads else 0
-        own, residual = (
-            slice(*(min(one, numel) for one in part)),
-            torch.zeros(numel, dtype=torch.bfloat16, device=device),
-        )
+        own = slice(*(min(one, numel) for one in part))
+        residual = torch.zeros(numel, dtype=torch.bfloat16, device=device)
         owners = torch.zeros(2, own.stop - own.start, device=device)
         states.append(OuterState(own, owners[0], slice(0, numel), residual, owners[1]))
     steps, _, under_way = take_up(states).load(source)

@@ -26,7 +26,7 @@ from thinwire.optim.diloco.checkpoint import ELASTIC, Loaded, load_worker, saved
 from thinwire.optim.diloco.elastic_meeting import Plan, Standing, hand_over
 from thinwire.optim.diloco.fragments import Fragment, Timetable
 from thinwire.optim.diloco.home import LocalHome
-from thinwire.optim.diloco.outer import Alone, OuterSettings, OuterState, OuterStep, UnderWay, make_node_outer_step
+from thinwire.optim.diloco.outer import Alone, OuterOptimizer, OuterState, OuterStep, UnderWay, make_node_outer_step
 from thinwire.optim.diloco.outer_weights import KeptMomentum
 from thinwire.optim.diloco.worker import Worker
 from thinwire.zero.home import StepResult, ring_bytes
@@ -58,7 +58,7 @@ class ElasticHome(LocalHome):
         fragments: Sequence[Fragment],
         codec: Codec,
         timetable: Timetable,
-        outer: OuterSettings,
+        outer: OuterOptimizer,
         mix: float,
     ) -> None:
         device = worker.parameters[0].device
@@ -187,7 +187,7 @@ class ElasticHome(LocalHome):
         if update is None:
             self._dropped = [*self._dropped, self._taken][-len(self.fragments) :]
         elif self._relay.leads:
-            self._momentum.follow(fragment, update, self.outer_settings, self._states()[fragment])
+            self._momentum.follow(fragment, update, self.outer.of(fragment, ""), self._states()[fragment])
         self._taken += 1
 
     @override

@@ -16,7 +16,7 @@ from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.packet import SettingsError
 from thinwire.optim.diloco.checkpoint import LocalCheckpoint, LocalCounters
 from thinwire.optim.diloco.fragments import Fragment, Timetable
-from thinwire.optim.diloco.outer import Arrived, OuterSettings, OuterState, OuterStep, UnderWay
+from thinwire.optim.diloco.outer import Arrived, OuterOptimizer, OuterState, OuterStep, UnderWay
 from thinwire.optim.diloco.outer_weights import OuterWeights, SharedStates
 from thinwire.optim.diloco.worker import Worker
 from thinwire.zero.home import Home, ParameterState, StepResult, ring_bytes
@@ -43,7 +43,7 @@ class LocalHome(Home):
         fragments: Sequence[Fragment],
         outer_steps: Sequence[OuterStep],
         timetable: Timetable,
-        outer: OuterSettings,
+        outer: OuterOptimizer,
         mix: float,
         share: Mapping[str, int] | None = None,
         make_step: Callable[[Fragment, int, bool], OuterStep] | None = None,
@@ -55,7 +55,7 @@ class LocalHome(Home):
         self.watcher = worker.watcher
         self.turn = self.watcher.turn
         self.parameters, self.names = worker.parameters, list(names)
-        self.outer_settings = outer
+        self.outer = outer
         self.fragments = list(fragments)
         self.outer_steps = list(outer_steps)
         self.weights = OuterWeights(worker, fragments)
@@ -172,7 +172,7 @@ class LocalHome(Home):
     def counters(self) -> dict[str, Any]:
         self._bring_all()
         counted = self._checkpoint(self._states()).counters(self.steps, self.met_at, self.under_way)
-        return {**counted, **vars(self.outer_settings)}
+        return {**counted, "lr": self.outer.lr, "momentum": self.outer.momentum}
 
     @override
     def check(self, source: SliceSource) -> None:
@@ -199,6 +199,8 @@ class LocalHome(Home):
         self._take_in_all()
         self._shared.cut({}, self.fragments, self.outer_steps, self.weights)
         self.worker.reset_state()
+        for correlation in self.outer.correlations:
+            correlation.reset()
         for number, outer_step in enumerate(self.outer_steps):
             outer_step.state.reset()
             outer = self.weights.outer(number).clone()
@@ -232,7 +234,16 @@ class LocalHome(Home):
         pieces = (piece.numel for one in self.fragments for piece in one.pieces)
         shape = [self._timetable.every, self._timetable.overlap, *pieces, *self._shared.share.values()]
         return LocalCheckpoint(
-            self.comm, nodes, self.worker, self.names, self.fragments, states, self.weights, shape, self._shared.found
+            self.comm,
+            nodes,
+            self.worker,
+            self.names,
+            self.fragments,
+            states,
+            self.weights,
+            shape,
+            self._shared.found,
+            self.outer.correlations,
         )
 
     def _states(self) -> list[OuterState]:
@@ -268,7 +279,7 @@ class LocalHome(Home):
             self._pass_on(earlier)
         number, meet = self._announced()
         lost = self._shared.lost(self.fragments[fragment])
-        settings = self._shared.settings(self.fragments[fragment], self.outer_settings)
+        settings = self.outer.of(fragment, self.fragments[fragment].kind)
         digest = settings_digest([{**vars(settings), "lost": lost}], number)
         pairs = [] if lost else self.weights.pairs(fragment)
         self.outer_steps[fragment].leave(pairs, number, digest, meet=meet)
@@ -280,8 +291,8 @@ class LocalHome(Home):
 
     def _pass_on(self, one: UnderWay) -> None:
         if not one.passed_on:
-            settings = self._shared.settings(self.fragments[one.fragment], self.outer_settings)
-            self.outer_steps[one.fragment].pass_on(settings)
+            kind = self.fragments[one.fragment].kind
+            self.outer_steps[one.fragment].pass_on(self.outer.of(one.fragment, kind))
             one.passed_on = True
 
     def _take_in_all(self, due_by: float = math.inf, mix: float = 0.0) -> None:
@@ -309,6 +320,7 @@ class LocalHome(Home):
             self.weights.subtract(
                 one.fragment, arrived.update, 0.0 if fragment.kind else mix, self._shared.least(fragment)
             )
+            self.outer.follow(one.fragment, fragment.kind, arrived.update)
 
     def _bring_all(self) -> None:
         for one in self.under_way:

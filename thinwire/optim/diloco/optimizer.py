@@ -3,6 +3,7 @@ known."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -25,12 +26,12 @@ from thinwire.optim.diloco.options import (
     COMMUNICATES,
     check_options,
     cut_trained,
-    default_outer_lr,
     listed,
+    make_outer_optimizer,
     names_of,
     tensors_in,
 )
-from thinwire.optim.diloco.outer import OuterSettings, OuterStep, make_outer_step
+from thinwire.optim.diloco.outer import OuterStep, make_outer_step
 from thinwire.optim.diloco.worker import NodeWorker, Worker
 from thinwire.optim.exact import mark_matrices
 from thinwire.optim.options import Backend, check_count
@@ -59,7 +60,8 @@ class DiLoCo(SynchronizedOptimizer):
             16-bit ones get fp32 master weights.
         every: H, steps from one outer step of a fragment to its next.
         outer_lr: rate of the outer SGD. By default what scaling-law studies found best (arXiv 2503.09799, figure 7),
-            by the number of workers: 0.6, beyond four of them 0.8; for one worker of a large model 0.4.
+            by the number of workers: 0.6, beyond four of them 0.8; for one worker of a large model 0.4. "auto" holds
+            η (1 + μ / (1 - μ rho)) (1 - mix) at 1, with rho the correlation of a fragment's successive outer gradients.
         outer_momentum: its Nesterov momentum.
         fragments: into how many the model is cut; "auto" is one for every three layers that the parameters' names show.
             Layer i is in fragment i modulo their number; embeddings and what else is in no layer fills them up to equal
@@ -88,9 +90,9 @@ class DiLoCo(SynchronizedOptimizer):
         options: for the inner class: lr, betas, ...
 
     `workers`: how many there are, of an elastic job since the last outer step. `inner`: the inner optimizer.
-    `outer_lr`, `outer_momentum`: may be set, on every rank alike. `keeps_gradients`: whether gradients stay in `.grad`
-    until `step`, for anybody to clip, as where a worker is one rank with fp32 parameters. `dropped_outer_steps`: outer
-    steps that were not taken, as some worker's weights were not finite.
+    `outer_lr`, `outer_momentum`: may be set, on every rank alike; a rate ends "auto". `keeps_gradients`: whether
+    gradients stay in `.grad` until `step`, for anybody to clip, as where a worker is one rank with fp32 parameters.
+    `dropped_outer_steps`: outer steps that were not taken, as some worker's weights were not finite.
 
     Raises ValueError or TypeError, on every rank, for parameters or options that cannot work.
     """
@@ -104,7 +106,7 @@ class DiLoCo(SynchronizedOptimizer):
         inner_class: Callable[..., torch.optim.Optimizer],
         *,
         every: int = 30,
-        outer_lr: float | None = None,
+        outer_lr: float | Literal["auto"] | None = None,
         outer_momentum: float = 0.9,
         fragments: int | Literal["auto"] = "auto",
         overlap: int | None = None,
@@ -155,8 +157,7 @@ class DiLoCo(SynchronizedOptimizer):
             self.comm, lambda: cut_trained(worker.parameters, names, fragments), "cut its fragments", (ValueError,)
         )
         workers = elastic.workers if elastic is not None else self.comm.size if links is None else links.num_nodes
-        rate = default_outer_lr(workers, sum(one.numel for one in cut)) if outer_lr is None else float(outer_lr)
-        self.outer = OuterSettings(rate, float(outer_momentum))
+        self.outer = make_outer_optimizer(outer_lr, outer_momentum, mix, workers, cut)
         self._move_in(self._make_home(worker, names, cut, mix, links, elastic, settings), worker.times_mean)
 
     @property
@@ -171,12 +172,15 @@ class DiLoCo(SynchronizedOptimizer):
 
     @property
     def outer_lr(self) -> float:
-        """Rate of the outer steps; may be set, on every rank alike."""
-        return self.outer.lr
+        """Rate of the outer steps, with "auto" the mean of what fragments have now; may be set, on every rank alike."""
+        if not self.outer.correlations:
+            return self.outer.lr
+        return statistics.fmean(self.outer.of(number, "").lr for number in range(self.fragments))
 
     @outer_lr.setter
     def outer_lr(self, lr: float) -> None:
         self.outer.lr = lr
+        self.outer.correlations.clear()
 
     @property
     def outer_momentum(self) -> float:
@@ -258,7 +262,7 @@ class DiLoCo(SynchronizedOptimizer):
         codec = make_codec(settings["codec"], settings["block_size"])
         timetable = Timetable(settings["every"], settings["overlap"], len(cut))
         if elastic is not None:
-            job = {**settings, **vars(self.outer)}
+            job = {**settings, "lr": self.outer.lr, "momentum": self.outer.momentum}
             membership = enter_elastic_job(elastic, self.comm, job, names, worker.parameters)
             return ElasticHome(self.comm, membership, worker, names, cut, codec, timetable, self.outer, mix)
         device, exchange = worker.parameters[0].device, self.comm.duplicate()

@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import CodecName
 from thinwire.optim.diloco.fragments import Fragment, auto_fragments, cut_fragments
+from thinwire.optim.diloco.outer import Correlation, OuterOptimizer
 from thinwire.optim.options import check_count
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
@@ -33,7 +34,7 @@ def check_options(
     fragments: object,
     mix: float,
     stage: int,
-    outer_lr: float | None,
+    outer_lr: float | Literal["auto"] | None,
     outer_momentum: float,
     share: object = None,
     elastic: object = None,
@@ -55,18 +56,41 @@ def check_options(
             f"overlap must be a number of steps from 0 up to, not including, every={every}, got {overlap!r}: a "
             "fragment has to be back before it leaves again"
         )
+    if outer_lr == "auto":
+        _check_follows(every, codec, elastic)
     if fragments != "auto":
         check_count("fragments", fragments)
     for name, value, low, high in (
         ("mix", mix, 0.0, 1.0),
         ("outer_momentum", outer_momentum, 0.0, 1.0),
-        ("outer_lr", 1.0 if outer_lr is None else outer_lr, 0.0, math.inf),
+        ("outer_lr", 1.0 if outer_lr in (None, "auto") else outer_lr, 0.0, math.inf),
     ):
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not low <= value < high:
-            raise ValueError(f"{name} must be a number from {low:g} up to, not including, {high:g}, got {value!r}")
+        if not number or not low <= value < high:  # type: ignore[operator]
+            or_auto = ', or "auto"' if name == "outer_lr" else ""
+            raise ValueError(
+                f"{name} must be a number from {low:g} up to, not including, {high:g}{or_auto}, got {value!r}"
+            )
     if stage not in (0, 1, 2):
         raise ValueError(f"stage must be 0, 1 or 2 for DiLoCo, got {stage!r}: every worker needs its own whole replica")
+
+
+def _check_follows(every: int, codec: CodecName, elastic: object) -> None:
+    if every == 1:
+        raise ValueError(
+            'outer_lr="auto" follows the correlation of what workers do in successive intervals, got every=1: single '
+            "steps, whose correlation is the inner optimizer's own momentum. Pass a rate, or a longer interval"
+        )
+    if codec in ("stat2", "sign1"):
+        raise ValueError(
+            f'outer_lr="auto" finds that correlation in what codec={codec!r} leaves of outer steps, which is too '
+            'coarse for it. Pass a rate, or codec="int4"'
+        )
+    if elastic is not None:
+        raise ValueError(
+            'outer_lr="auto" does not go with elastic: a worker that joins would not know what the others have seen of '
+            "outer steps, and take others of its own. Pass a rate"
+        )
 
 
 def _check_share(share: object, elastic: object) -> None:
@@ -91,7 +115,17 @@ def cut_trained(parameters: Sequence[Tensor], names: Sequence[str], fragments: i
     return cut_fragments(names, numels, auto_fragments(names) if fragments == "auto" else fragments)
 
 
-def default_outer_lr(workers: int, parameters: int) -> float:
+def make_outer_optimizer(
+    lr: float | Literal["auto"] | None, momentum: float, mix: float, workers: int, cut: Sequence[Fragment]
+) -> OuterOptimizer:
+    """From options that have been checked; `workers`: for how many a rate is chosen if none is given."""
+    if lr == "auto":
+        return OuterOptimizer(1 / (1 - mix), float(momentum), [Correlation(one.numel) for one in cut])
+    rate = _default_outer_lr(workers, sum(one.numel for one in cut)) if lr is None else float(lr)
+    return OuterOptimizer(rate, float(momentum))
+
+
+def _default_outer_lr(workers: int, parameters: int) -> float:
     """What was best for many models at that number of workers (arXiv 2503.09799, figure 7)."""
     if workers == 1:
         return 0.4 if parameters >= _MANY_PARAMETERS else 0.6

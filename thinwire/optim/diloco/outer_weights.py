@@ -207,10 +207,6 @@ class KeptMomentum:
             )
 
 
-MEAN = OuterSettings(lr=1.0, momentum=0.0)
-"""The outer step of shared state."""
-
-
 @dataclass
 class SharedStates:
     """What is shared and how often.
@@ -228,10 +224,6 @@ class SharedStates:
     make_step: Callable[[Fragment, int, bool], OuterStep] | None
     found: dict[str, tuple[list[int], bool]] = field(default_factory=dict)
     places: list[int] = field(default_factory=list)
-
-    def settings(self, fragment: Fragment, of_weights: OuterSettings) -> OuterSettings:
-        """Of a fragment's outer steps."""
-        return MEAN if fragment.kind else of_weights
 
     def cut(
         self,
