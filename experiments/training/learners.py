@@ -15,7 +15,7 @@ from experiments.training.plans import Plan
 from thinwire import initialize
 from thinwire.comm import Communicator
 from thinwire.engine import Engine, load_config
-from thinwire.optim.exact import mark_matrices
+from thinwire.optim.muon import mark_matrices
 
 __all__ = ["EngineLearner", "Learner", "LoopLearner", "in_evaluation", "parameter_groups"]
 

@@ -28,6 +28,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     | {"var_freeze_step": 10, "local_step_scaler": 4},
     "Lamb": {"lr": 1e-2, "weight_decay": 0.1, "max_coeff": 5.0, "bias_correction": False},
     "Lion": {"lr": 1e-3, "weight_decay": 0.1},
+    "QHAdamW": {"lr": 3e-3, "omega": 0.8, "betas": [0.98, 0.99]},
     "Muon": {"lr": 2e-2, "momentum": 0.9, "adam_lr": 3e-3},
 }
 
@@ -139,7 +140,9 @@ def test_losses_of_zero_one_adam_that_are_not_finite() -> None:
 # Gradients sent exactly
 
 
-@pytest.mark.parametrize(("name", "precision"), [("Lamb", "fp32"), ("Lion", "bf16"), ("Muon", "fp16")])
+@pytest.mark.parametrize(
+    ("name", "precision"), [("Lamb", "fp32"), ("Lion", "bf16"), ("Muon", "fp16"), ("QHAdamW", "bf16")]
+)
 def test_exact_optimizers_learn_alike_at_every_stage(name: str, precision: str) -> None:
     def rank(comm: Communicator, stage: int) -> list[float]:
         return train(make_engine(comm, exact(name, stage, **PRECISIONS[precision])), range(8))

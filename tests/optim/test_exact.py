@@ -1,4 +1,4 @@
-"""LAMB and Lion against their formulas in float64, Muon against torch's own Muon and AdamW, each on its own part; and
+"""LAMB, Lion and QHAdamW against their formulas in float64, Muon against torch's own and AdamW, each on its part; and
 sharded: every stage has the same bits, every parameter one owner, and what one job saved another takes up."""
 
 import copy
@@ -13,8 +13,8 @@ from tests.optim.training import make_model, weights
 from tests.zero.saved import join, save
 from tests.zero.training import build, by_one_process, train
 from thinwire.comm import Communicator, threads
-from thinwire.optim import Lamb, Lion, Muon
-from thinwire.optim.exact import mark_matrices
+from thinwire.optim import Lamb, Lion, Muon, QHAdamW
+from thinwire.optim.muon import mark_matrices
 from thinwire.zero import ShardedOptimizer
 
 SHAPES = [(7, 5), (13,), (3, 2, 4), ()]
@@ -110,6 +110,38 @@ def test_steps_of_lion_are_those_of_its_formulas() -> None:
         momentum = 0.95 * momentum + 0.05 * gradient
     torch.testing.assert_close(parameter.detach().double(), weight, rtol=1e-5, atol=1e-6)
     assert torch.equal(idle.detach(), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"betas": (0.9, 0.99), "omega": 0.6, "weight_decay": 0.1, "eps": 1e-3}, {"omega": 0.0}, {"omega": 1.0}],
+)
+def test_steps_of_qhadamw_are_those_of_its_formulas(given: dict) -> None:
+    """With omega = 1 of torch's AdamW."""
+    settings = {"lr": 0.01, "betas": (0.995, 0.999), "omega": 0.9, "eps": 1e-8, "weight_decay": 0.0} | given
+    lr, (beta1, beta2), omega, eps, decay = settings.values()
+    generator = torch.Generator().manual_seed(4)
+    ours = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    exact = [one.detach().double() for one in ours]
+    moments = [[torch.zeros_like(one), torch.zeros_like(one)] for one in exact]
+    optimizer = QHAdamW([{"params": ours[:2]}, {"params": ours[2:]}], **{"lr": 0.01} | given)
+    of_torch = [nn.Parameter(one.clone()) for one in exact]
+    plain = torch.optim.AdamW(of_torch, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
+    for step in range(1, 41):
+        for number, (one, weight) in enumerate(zip(ours, exact, strict=True)):
+            one.grad = torch.randn(one.shape, generator=generator)
+            gradient = one.grad.double()
+            of_torch[number].grad = gradient
+            mean, variance = moments[number]
+            mean.mul_(beta1).add_((1 - beta1) * gradient)
+            variance.mul_(beta2).add_((1 - beta2) * gradient**2)
+            direction = (1 - omega) * gradient + omega * mean / (1 - beta1**step)
+            weight.mul_(1 - lr * decay).sub_(lr * direction / ((variance / (1 - beta2**step)).sqrt() + eps))
+        optimizer.step()
+        plain.step()
+    for one, weight, other in zip(ours, exact, of_torch, strict=True):
+        assert float((one.detach().double() - weight).norm() / weight.norm()) < 1e-6
+        assert omega < 1 or torch.allclose(weight, other.detach(), rtol=1e-9, atol=1e-9)
 
 
 class Model(nn.Module):
@@ -212,6 +244,8 @@ def test_state_goes_through_a_state_dict() -> None:
         (Lion, {"lr": -1.0}, "lr must be"),
         (Lion, {"weight_decay": -0.1}, "weight_decay must be"),
         (Lion, {"betas": (1.0, 0.5)}, "betas must be"),
+        (QHAdamW, {"omega": 1.1}, "omega must be from 0 to 1, got 1.1"),
+        (QHAdamW, {"betas": (0.9, 1.0)}, "betas must be"),
         (Muon, {"lr": -1.0}, "lr must be at least 0"),
         (Muon, {"ns_steps": 0}, "ns_steps must be from 1 to 99, got 0"),
         (Muon, {"betas": (0.9,)}, "betas must be two numbers"),
@@ -233,7 +267,8 @@ def test_a_vector_is_no_matrix() -> None:
 LAMB = {"optimizer_class": Lamb, "lr": 1e-2, "weight_decay": 0.1}
 MUON = {"optimizer_class": Muon, "muon_lr": 1e-2, "adam_lr": 3e-3, "weight_decay": 0.1}
 LION = {"optimizer_class": Lion, "lr": 1e-3, "weight_decay": 0.1}
-ALL = pytest.mark.parametrize("options", [LAMB, MUON, LION], ids=["Lamb", "Muon", "Lion"])
+QHADAMW = {"optimizer_class": QHAdamW, "lr": 1e-3, "weight_decay": 0.1}
+ALL = pytest.mark.parametrize("options", [LAMB, MUON, LION, QHADAMW], ids=["Lamb", "Muon", "Lion", "QHAdamW"])
 
 
 @ALL
@@ -247,7 +282,7 @@ def test_accumulation_and_clipping_are_those_of_one_process(stage: int, options:
 
     expected = by_one_process(3, 6, accumulation=2, max_norm=0.5, **options)
     # Lion takes signs: a difference in the last bit becomes a part of a step.
-    tolerance = {"Lamb": 2e-6, "Muon": 2e-5, "Lion": 2.1e-3}[options["optimizer_class"].__name__]
+    tolerance = {"Lamb": 2e-6, "Muon": 2e-5, "Lion": 2.1e-3, "QHAdamW": 2e-5}[options["optimizer_class"].__name__]
     for mine in threads.run(body, 3):
         torch.testing.assert_close(mine, expected, rtol=0, atol=tolerance)
 

@@ -15,7 +15,7 @@ from tests.optim.training import make_model, train, weights
 from tests.refusing import refused
 from tests.zero.saved import join, save
 from thinwire.comm import Communicator, threads
-from thinwire.optim.exact import orthogonalize, rate_of_matrix
+from thinwire.optim.muon import orthogonalize, rate_of_matrix
 from thinwire.zero import ShardedOptimizer
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 2.0**-10 / 1e-2}

@@ -18,7 +18,8 @@ from thinwire.engine.config.rules import total_steps
 from thinwire.engine.config.sections import is_local_updates, refusal_of, uncompressed_class
 from thinwire.engine.schedules import build_schedule
 from thinwire.optim import registry
-from thinwire.optim.exact import EXACT, UNCORRECTED, mark_matrices
+from thinwire.optim.exact import UNCORRECTED
+from thinwire.optim.muon import mark_matrices
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero.optimizer import OptimizerClass
@@ -116,7 +117,7 @@ def _check_can_be_taken_over(optimizer: torch.optim.Optimizer) -> None:
             '"optimizer" section, or pass a torch optimizer'
         )
     if type(optimizer).__module__.startswith("torch.optim"):
-        if name in EXACT:
+        if name in registry.EXACT:
             raise ValueError(
                 f"torch.optim.{name} takes nothing but matrices, and cannot be sharded: pass thinwire.optim.{name}, "
                 'which has AdamW for the rest, or name it in the configuration\'s "optimizer" section'

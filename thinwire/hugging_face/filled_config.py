@@ -134,7 +134,8 @@ class _Filling:
             where += ".inner.params"
         taken, own_autos = _parameters_of(kind)
         if {"betas", "eps"} <= taken:  # of the family of Adam, for which TrainingArguments have them
-            values["betas"] = [given.adam_beta1, given.adam_beta2], "adam_beta1, adam_beta2"
+            if "omega" not in taken:  # quasi-hyperbolic, with a momentum that is far slower than AdamW's
+                values["betas"] = [given.adam_beta1, given.adam_beta2], "adam_beta1, adam_beta2"
             values["eps"] = given.adam_epsilon, "adam_epsilon"
         for name, (value, argument) in values.items():
             if name in taken:

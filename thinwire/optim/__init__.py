@@ -17,6 +17,7 @@ __all__ = [
     "OneBitLamb",
     "OneBitLion",
     "OneBitMuon",
+    "QHAdamW",
     "ZeroOneAdam",
 ]
 
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
     from thinwire.optim.adam import OneBitAdam
     from thinwire.optim.captured_step import CapturedStep
     from thinwire.optim.diloco.optimizer import DiLoCo, ElasticSampler
-    from thinwire.optim.exact import Lamb, Lion, Muon
+    from thinwire.optim.exact import Lamb, Lion, QHAdamW
     from thinwire.optim.lamb import OneBitLamb
     from thinwire.optim.lion import OneBitLion
-    from thinwire.optim.muon import OneBitMuon
+    from thinwire.optim.muon import Muon, OneBitMuon
     from thinwire.optim.zero_one import ZeroOneAdam
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

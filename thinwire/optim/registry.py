@@ -72,6 +72,21 @@ _ENTRIES = (
     OptimizerEntry("OneBitMuon", "Muon", {3: _WHOLE_MATRICES}, elementwise=False),
 )
 
+EXACT = ("Lamb", "Lion", "Muon", "QHAdamW")
+"""Names in `thinwire.optim` of what sends gradients exactly, and torch lacks or has for matrices alone."""
+
+
+def exact(name: str) -> type[Any]:
+    """The class of one of `EXACT`."""
+    found: type[Any] = getattr(importlib.import_module("thinwire.optim"), name)
+    return found
+
+
+def needs_whole_parameters(name: str) -> bool:
+    """Whether the optimizer of this name, ours or torch's, cannot step a part of a parameter by itself."""
+    return name in EXACT and hasattr(exact(name), "whole_parameters")
+
+
 _BY_NAME = {one.name: one for one in _ENTRIES}
 
 NAMES: tuple[str, ...] = tuple(_BY_NAME)

@@ -17,7 +17,7 @@ from experiments.training.plans import Plan
 from thinwire.comm import Communicator
 from thinwire.comm.traffic import sent_bytes
 from thinwire.optim import Muon
-from thinwire.optim.exact import mark_matrices
+from thinwire.optim.muon import mark_matrices
 
 __all__ = ["AloneLearner", "DataParallelLearner"]
 

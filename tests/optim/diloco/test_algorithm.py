@@ -2,6 +2,7 @@
 leave, and what is refused."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from tests.optim.diloco.tower import (
 from thinwire.comm import CommunicationError, Communicator, Elastic, threads
 from thinwire.optim.diloco.fragments import Timetable, auto_fragments, cut_fragments, layers_of
 from thinwire.optim.diloco.outer import Correlation, OuterSettings
+
+QHADAMW = partial(thinwire.optim.QHAdamW, betas=(0.98, 0.999))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +65,9 @@ def test_the_correlation_of_many_values_is_that_of_an_even_sample_of_them() -> N
     assert correlation.gain(0.0) == 1
 
 
-@pytest.mark.parametrize("inner", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, thinwire.optim.Muon])
+@pytest.mark.parametrize(
+    "inner", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, thinwire.optim.Muon, QHADAMW]
+)
 def test_one_worker_that_syncs_at_every_step_is_the_inner_optimizer(inner: Any) -> None:
     def body(comm: Communicator) -> Tensor:
         model = Tower()
@@ -82,7 +87,11 @@ def test_one_worker_that_syncs_at_every_step_is_the_inner_optimizer(inner: Any) 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("inner", "share"),
-    [(torch.optim.AdamW, {"exp_avg": 1, "exp_avg_sq": 2}), (thinwire.optim.Muon, {"momentum_buffer": 1, "exp_avg": 3})],
+    [
+        (torch.optim.AdamW, {"exp_avg": 1, "exp_avg_sq": 2}),
+        (thinwire.optim.Muon, {"momentum_buffer": 1, "exp_avg": 3}),
+        (QHADAMW, {"exp_avg": 1}),
+    ],
 )
 def test_shared_state_is_averaged_as_weights_are(workers: int, inner: Any, share: dict[str, int]) -> None:
     """In float64, 5 outer steps."""
@@ -139,6 +148,13 @@ def test_state_that_cannot_be_shared_is_an_error_on_every_rank(
         optimizer.register_step_pre_hook(lambda *_: model.last.zero_grad())
     with pytest.raises((ValueError, CommunicationError), match=message):
         train(model, optimizer, 1, 20)
+
+
+def test_a_quasi_hyperbolic_momentum_outlives_the_interval() -> None:
+    comm = threads.single(60.0)
+    group = make(comm, Tower(), thinwire.optim.QHAdamW, every=30).param_groups[0]
+    assert group["betas"][0] ** 150 == pytest.approx(0.5)
+    assert make(comm, Tower(), thinwire.optim.QHAdamW, betas=(0.9, 0.95)).param_groups[0]["betas"] == (0.9, 0.95)
 
 
 @pytest.mark.parametrize("how", ["named", "names beside", "marked"])

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import CodecName
 from thinwire.engine.schedules import schedule_names
-from thinwire.optim.exact import EXACT
+from thinwire.optim.registry import exact
 from thinwire.optim.settings import (
     Backend,
     Betas,
@@ -58,7 +58,7 @@ _NAMES_OF: tuple[tuple[Any, str], ...] = (
     (Betas, "betas"),
     (_Etas, "etas"),
     (_StepSizes, "step_sizes"),
-    (_Unit, "rho warmup_min_ratio cos_min_ratio factor end_factor pct_start"),
+    (_Unit, "omega rho warmup_min_ratio cos_min_ratio factor end_factor pct_start"),
     (Annotated[float, Field(gt=0, le=1)], "start_factor"),
     (_Rates, "lr_range_test_min_lr cycle_min_lr cycle_max_lr warmup_min_lr"),
     (_Rates | None, "warmup_max_lr"),
@@ -182,9 +182,10 @@ OPTIMIZERS: Mapping[str, type[OptionModel]] = {
     "RMSprop": _arguments(torch.optim.RMSprop, _OfTorch, alpha=NotNegative),
     "Rprop": _arguments(torch.optim.Rprop, _OfTorch),
     "SGD": _arguments(torch.optim.SGD, _SGD),
-    "Lamb": _arguments(EXACT["Lamb"], _Lamb),
-    "Lion": _arguments(EXACT["Lion"], OptionModel),
-    "Muon": _arguments(EXACT["Muon"], OptionModel, lr=NotNegative | None),
+    "Lamb": _arguments(exact("Lamb"), _Lamb),
+    "Lion": _arguments(exact("Lion"), OptionModel),
+    "Muon": _arguments(exact("Muon"), OptionModel, lr=NotNegative | None),
+    "QHAdamW": _arguments(exact("QHAdamW"), OptionModel),
 }
 """Classes that send gradients exactly: torch's elementwise ones, whose shards step as they would inside the whole
 tensor, and ours."""

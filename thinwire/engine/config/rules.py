@@ -11,8 +11,7 @@ from thinwire.engine.config.models import EngineConfig, OffloadConfig, Section, 
 from thinwire.engine.config.options import LOCAL_UPDATES
 from thinwire.engine.config.sections import is_local_updates
 from thinwire.optim import registry
-from thinwire.optim.exact import needs_whole_parameters
-from thinwire.optim.registry import OptimizerEntry
+from thinwire.optim.registry import OptimizerEntry, needs_whole_parameters
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 

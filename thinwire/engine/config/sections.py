@@ -12,7 +12,6 @@ from thinwire.engine.config.models import OptimizerConfig
 from thinwire.engine.config.options import LOCAL_UPDATES, OPTIMIZERS, SCHEDULES, LocalUpdatesOptions
 from thinwire.engine.schedules import WHY_REFUSED
 from thinwire.optim import registry
-from thinwire.optim.exact import EXACT
 from thinwire.optim.settings import OptionModel
 
 _PARAMS, _INNER = "optimizer.params", "optimizer.params.inner"
@@ -36,7 +35,7 @@ def is_local_updates(kind: object) -> bool:
 
 def uncompressed_class(name: str) -> type[torch.optim.Optimizer]:
     """The class of that name which sends gradients exactly: one of ours or torch's."""
-    found: type[torch.optim.Optimizer] = EXACT.get(name) or getattr(torch.optim, name)
+    found: type[torch.optim.Optimizer] = registry.exact(name) if name in registry.EXACT else getattr(torch.optim, name)
     return found
 
 

@@ -26,6 +26,7 @@ from thinwire.optim.diloco.options import (
     COMMUNICATES,
     check_options,
     cut_trained,
+    for_interval,
     listed,
     make_outer_optimizer,
     names_of,
@@ -33,7 +34,7 @@ from thinwire.optim.diloco.options import (
 )
 from thinwire.optim.diloco.outer import OuterStep, make_outer_step
 from thinwire.optim.diloco.worker import NodeWorker, Worker
-from thinwire.optim.exact import mark_matrices
+from thinwire.optim.muon import mark_matrices
 from thinwire.optim.options import Backend, check_count
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_kind
@@ -87,7 +88,7 @@ class DiLoCo(SynchronizedOptimizer):
             `codec`, those without negative values through bf16, and each worker goes on from the mean.
         elastic: workers that come and go while the job runs, over Gloo: each one process or, with `comm`, its ranks, as
             of a whole node.
-        options: for the inner class: lr, betas, ...
+        options: for the inner class: lr, betas, ... QHAdamW has a beta by `every` where none are given.
 
     `workers`: how many there are, of an elastic job since the last outer step. `inner`: the inner optimizer.
     `outer_lr`, `outer_momentum`: may be set, on every rank alike; a rate ends "auto". `keeps_gradients`: whether
@@ -150,6 +151,7 @@ class DiLoCo(SynchronizedOptimizer):
         broadcast_from_rank_0(self.comm, tensors_in(given))
         links = _find_nodes(self.comm, nodes)
         node = self.comm.duplicate() if elastic is not None and self.comm.size > 1 else getattr(links, "inside", None)
+        options = for_interval(inner_class, every) | options
         worker = self._make_worker(given, inner_class, node, named_parameters, param_dtype, options, inside or {})
         self._become(worker)
         names = names_of(worker.optimizer.param_groups, worker.parameters, named_parameters)

@@ -115,6 +115,12 @@ def cut_trained(parameters: Sequence[Tensor], names: Sequence[str], fragments: i
     return cut_fragments(names, numels, auto_fragments(names) if fragments == "auto" else fragments)
 
 
+def for_interval(inner_class: Any, every: int) -> dict[str, Any]:
+    """Options that an inner class has others of for local steps; what is given goes first."""
+    found: dict[str, Any] = inner_class.for_interval(every) if hasattr(inner_class, "for_interval") else {}
+    return found
+
+
 def make_outer_optimizer(
     lr: float | Literal["auto"] | None, momentum: float, mix: float, workers: int, cut: Sequence[Fragment]
 ) -> OuterOptimizer:
