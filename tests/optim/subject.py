@@ -130,17 +130,22 @@ Body = Callable[[Communicator, Subject], Any]
 SIZES: dict[Body, tuple[int, ...]] = {}
 """Every behaviour, with the numbers of ranks that it is tried on."""
 
+EVERYWHERE: set[Body] = set()
+"""Behaviours that what is rounded or packed may break, each by itself."""
+
 WARNS: dict[Body, str] = {}
 """What a behaviour must warn of, once for each call of it on all ranks; nothing else may warn."""
 
 
-def behaviour(*sizes: int, warns: str | None = None) -> Callable[[Body], Body]:
+def behaviour(*sizes: int, warns: str | None = None, everywhere: bool = False) -> Callable[[Body], Body]:
     """Try a body on these numbers of ranks."""
 
     def note(body: Body) -> Body:
         SIZES[body] = sizes
         if warns is not None:
             WARNS[body] = warns
+        if everywhere:
+            EVERYWHERE.add(body)
         return body
 
     return note

@@ -13,7 +13,7 @@ from thinwire.comm import Communicator
 from thinwire.optim.step import Send
 
 
-@behaviour(1, 3)
+@behaviour(1, 3, everywhere=True)
 def ranks_hold_the_same_bits_after_every_step_but_local_ones(comm: Communicator, subject: Subject) -> None:
     model = make_model(seed=comm.rank)  # rank 0's weights are given to all
     optimizer = subject.build(model, comm, weight_decay=0.01)
@@ -113,8 +113,10 @@ def a_second_backward_is_an_error_that_names_a_parameter(comm: Communicator, sub
 
 @behaviour(2)
 def zero_grad_before_step_drops_the_step(comm: Communicator, subject: Subject) -> None:
+    model, optimizer = subject.on_model(comm)
     for moment in (*subject.moments, LOCAL):
-        model, optimizer = subject.on_model(comm, moment)
+        train(model, optimizer, range(optimizer.steps, moment))
+        optimizer.zero_grad()
         before = snapshot(model, optimizer)
         loss_of(model, comm.rank, 99).backward()
         optimizer.zero_grad()
@@ -138,27 +140,24 @@ def a_step_without_any_gradient_changes_nothing(comm: Communicator, subject: Sub
         assert same(before, snapshot(model, optimizer))
 
 
-@behaviour(3, warns="was skipped on every rank: a gradient was NaN or infinite")
+@behaviour(3, warns="was skipped on every rank: a gradient was NaN or infinite", everywhere=True)
 def one_rank_overflows_and_all_skip_the_step(comm: Communicator, subject: Subject) -> None:
-    for moment in subject.moments:
-        model = make_model()
-        overflow_and_go_on(comm, subject, model, subject.build(model, comm), moment, 1.0)
+    model = make_model()
+    overflow_and_go_on(comm, subject, model, subject.build(model, comm), 1.0)
 
 
 @behaviour(3)
 def one_rank_overflows_in_16_bits_and_with_a_loss_scale_nobody_is_warned(comm: Communicator, subject: Subject) -> None:
-    for moment in subject.moments:
-        model = make_model()
-        overflow_and_go_on(comm, subject, model, subject.build(model, comm, param_dtype=torch.float16), moment, 64.0)
+    model = make_model()
+    overflow_and_go_on(comm, subject, model, subject.build(model, comm, param_dtype=torch.float16), 64.0)
 
 
-def overflow_and_go_on(
-    comm: Communicator, subject: Subject, model: nn.Module, optimizer: Any, moment: int, scale: float
-) -> None:
-    """Skip a step for a NaN, and two steps later one for an infinity, both of rank 1."""
+def overflow_and_go_on(comm: Communicator, subject: Subject, model: nn.Module, optimizer: Any, scale: float) -> None:
+    """At each moment skip a step for an infinity or a NaN of rank 1, and take one."""
     optimizer.loss_scale = scale
-    train_scaled(comm, model, optimizer, range(moment))
-    for number, bad in enumerate((math.nan, math.inf)):
+    for number, moment in enumerate((*subject.moments, FREEZE + 5)):
+        bad = (math.inf, math.nan)[number % 2]
+        train_scaled(comm, model, optimizer, range(optimizer.steps, moment))
         before = snapshot(model, optimizer)
         optimizer.zero_grad()
         (loss_of(model, comm.rank, 500) * (bad if comm.rank == 1 else scale)).backward()
@@ -169,7 +168,7 @@ def overflow_and_go_on(
         assert not math.isfinite(optimizer.last_step.grad_norm)
         assert optimizer.skipped_steps == number + 1
         assert same(before, snapshot(model, optimizer))
-        train_scaled(comm, model, optimizer, range(optimizer.steps, optimizer.steps + 2))
+        train_scaled(comm, model, optimizer, range(moment, moment + 1))
         assert optimizer.last_step.applied
     optimizer.synchronize_weights()
     assert bool(weights(model).isfinite().all())

@@ -14,7 +14,7 @@ from thinwire.comm import Communicator
 from thinwire.zero import ShardedOptimizer
 
 
-@behaviour(2)
+@behaviour(2, everywhere=True)
 def a_resume_goes_on_bit_for_bit(comm: Communicator, subject: Subject) -> None:
     either = not subject.stage and "compress" in subject.entry.options.model_fields
     for dtype, moments, before, options in (
