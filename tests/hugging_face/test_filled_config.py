@@ -159,9 +159,13 @@ def test_until_the_steps_are_known_nothing_is_held_against_them(tmp_path: Path) 
 
 
 def test_parameters_that_an_optimizer_lacks_are_left_alone(tmp_path: Path) -> None:
-    slow = complete({"optimizer": {"type": "QHAdamW", "params": {}}}, tmp_path).optimizer
-    assert slow is not None
-    assert slow.params == {"lr": 3e-4, "eps": 1e-6, "weight_decay": 0.1}  # betas are AdamW's
+    of_ours = {
+        name: complete({"optimizer": {"type": name}}, tmp_path).optimizer for name in ("QHAdamW", "Muon", "Lion")
+    }
+    for name, optimizer in of_ours.items():
+        assert optimizer is not None
+        eps = {"eps": 1e-6} if name == "QHAdamW" else {}
+        assert optimizer.params == {"lr": 3e-4, "weight_decay": 0.1, **eps}  # betas are AdamW's
     lion = complete({"optimizer": {"type": "OneBitLion", "params": {"betas": [0.9, 0.95]}}}, tmp_path).optimizer
     assert lion is not None
     assert lion.params == {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}

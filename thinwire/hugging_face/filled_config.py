@@ -4,19 +4,15 @@ what it says otherwise than they do is told, all at once."""
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
 from thinwire.engine.config.errors import AUTO, expected, shown
 from thinwire.engine.config.loading import check_limits, read_json_object, respelled
-from thinwire.engine.config.sections import is_local_updates, with_lr_inside
-from thinwire.optim import registry
+from thinwire.engine.config.sections import is_local_updates, options_of, with_lr_inside
 
 # Kinds of schedule by the engine's names: TrainingArguments' name for the same, and the parameters that they decide.
 _SCHEDULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -133,7 +129,8 @@ class _Filling:
             kind = self._inner_kind()
             where += ".inner.params"
         taken, own_autos = _parameters_of(kind)
-        if {"betas", "eps"} <= taken:  # of the family of Adam, for which TrainingArguments have them
+        # TrainingArguments have those of the family of Adam; Muon's are of what AdamW steps beside it.
+        if {"betas", "eps"} <= taken and "momentum" not in taken:
             if "omega" not in taken:  # quasi-hyperbolic, with a momentum that is far slower than AdamW's
                 values["betas"] = [given.adam_beta1, given.adam_beta2], "adam_beta1, adam_beta2"
             values["eps"] = given.adam_epsilon, "adam_epsilon"
@@ -235,13 +232,9 @@ class _Filling:
 def _parameters_of(kind: str) -> tuple[frozenset[str], frozenset[str]]:
     """The parameters of an optimizer that a configuration names, in any case, none of an unknown one; and those of
     which "auto" is a value like others."""
-    own = {name.lower(): name for name in registry.NAMES}
-    if kind.lower() in own:
-        fields = registry.entry(own[kind.lower()]).options.model_fields
-        return frozenset(fields), frozenset(name for name, field in fields.items() if '"auto"' in expected(field))
-    classes = {name.lower(): getattr(torch.optim, name) for name in vars(torch.optim) if name[0].isupper()}
-    known = inspect.signature(classes[kind.lower()]).parameters if kind.lower() in classes else ()
-    return frozenset(known), frozenset()
+    options = options_of(kind)
+    fields = {} if options is None else options.model_fields
+    return frozenset(fields), frozenset(name for name, field in fields.items() if '"auto"' in expected(field))
 
 
 def _is_auto(value: Any) -> bool:
