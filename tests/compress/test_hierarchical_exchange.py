@@ -11,8 +11,9 @@ from torch import Tensor
 import thinwire
 from tests.compress.test_exchange import both_legs
 from tests.launching import on_threads
-from tests.optim.subject import Subject
+from tests.optim.subject import BY_NODE, Subject
 from tests.optim.training import make_model, through_a_file, train, weights
+from tests.zero.saved import join, save
 from thinwire.comm import Communicator, threads
 from thinwire.comm.agreement import NodeGroups, NodeLinks, agree_on_nodes
 from thinwire.compress import make_codec
@@ -132,26 +133,49 @@ def test_flags_and_lost_steps_are_known_on_every_rank(odd: int) -> None:
     run([0, 0, 0, 1, 1], body)
 
 
-def build(comm: Communicator, name: str, nodes: list[int] | str, seed: int = 0, **options: Any) -> tuple[Any, Any]:
-    model = make_model(seed)
-    return model, Subject(name, 0).build(model, comm, nodes=nodes, **options)
-
-
 @pytest.mark.filterwarnings("ignore:this state was saved")
-@on_threads(5)
-def test_a_resume_over_the_same_nodes_keeps_residuals_and_over_others_starts_them_anew(comm: Communicator) -> None:
-    node_of = [0, 0, 0, 1, 1]
-    model, optimizer = build(comm, "OneBitAdam", node_of)
-    train(model, optimizer, range(20))
-    saved, state = through_a_file([model.state_dict(), optimizer.state_dict()])
-    train(model, optimizer, range(20, 30))
-    for nodes in (node_of, "flat"):
-        again, resumed = build(comm, "OneBitAdam", nodes, seed=3)
-        again.load_state_dict(saved)
-        resumed.load_state_dict(state)
-        train(again, resumed, range(20, 30))
-        assert torch.equal(weights(again), weights(model)) == (nodes == node_of)
-        assert bool(weights(again).isfinite().all())
+@pytest.mark.parametrize("moment", [4, 19])
+@pytest.mark.parametrize("subject", [Subject("OneBitAdam", 0, nodes=(0, 0, 0, 1, 1)), *BY_NODE], ids=str)
+def test_a_resume_over_the_same_nodes_keeps_residuals_and_over_others_starts_them_anew(
+    subject: Subject, moment: int
+) -> None:
+    def first(comm: Communicator) -> tuple[Any, ...]:
+        model, optimizer = subject.on_model(comm, moment)
+        state, parts = through_a_file([model.state_dict(), optimizer.state_dict()]), save(comm, optimizer)
+        train(model, optimizer, range(moment, moment + 10))
+        optimizer.synchronize_weights()
+        return state, parts, weights(model)
+
+    found = threads.run(first, len(subject.nodes))
+    checkpoint = join([parts for _, parts, _ in found])
+
+    def second(comm: Communicator, nodes: Any, from_file: bool) -> Tensor:
+        model = make_model(seed=3)
+        optimizer = subject.build(model, comm, nodes=nodes)
+        if from_file:
+            optimizer.load(checkpoint)
+        else:
+            for one, state in zip((model, optimizer), found[comm.rank][0], strict=True):
+                one.load_state_dict(state)
+        assert optimizer.steps == moment
+        if nodes is not subject.nodes:
+            assert not any(one.any() for key, one in optimizer.rank_tensors().items() if "worker_residual" in key)
+            mine, _, _ = save(comm, optimizer)
+            for one in mine:
+                if one.kind in ("weight", "master", "exp_avg", "exp_avg_sq", "preconditioner"):
+                    assert torch.equal(one.tensor, checkpoint.read(one.kind, one.name, one.start, one.tensor.numel()))
+        train(model, optimizer, range(moment, moment + 10))
+        optimizer.synchronize_weights()
+        return weights(model)
+
+    for from_file in (True, False):
+        again = threads.run(lambda comm, f=from_file: second(comm, subject.nodes, f), len(subject.nodes))
+        assert all(torch.equal(mine, kept) for mine, (_, _, kept) in zip(again, found, strict=True))
+    others = (("flat", len(subject.nodes)), ([0, 1, 1, 0, 2, 2], 6), ([0, 1], 2))
+    for nodes, size in others if not (subject.entry.local_steps and moment == 19) else ():
+        again = threads.run(lambda comm, nodes=nodes: second(comm, nodes, True), size)
+        assert all(torch.equal(mine, again[0]) for mine in again)
+        assert bool(again[0].isfinite().all())
 
 
 def test_nodes_are_found_and_numbered() -> None:
@@ -169,10 +193,16 @@ def test_nodes_are_found_and_numbered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("node_of", "message"), [([0, 1, 1], "each of the 2 ranks, got 3"), (None, "group them alike")]
+    ("stage", "node_of", "message"),
+    [
+        *((stage, [0, 1, 1], "each of the 4 ranks, got 3") for stage in (0, 1)),
+        *((stage, None, "group them alike|is 1 against 0") for stage in (0, 1)),
+        *((stage, "none", "must be 'auto', 'flat' or") for stage in (0, 1)),
+        (2, [0, 0, 0, 1], r"nodes have \[3, 1\] ranks, and every rank owns a shard"),
+    ],
 )
-@on_threads(2)
-def test_bad_nodes_are_refused_on_every_rank(comm: Communicator, node_of: list[int] | None, message: str) -> None:
-    given = [0, comm.rank] if node_of is None else node_of
+@on_threads(4)
+def test_bad_nodes_are_refused_on_every_rank(comm: Communicator, stage: int, node_of: Any, message: str) -> None:
+    given = [0, comm.rank, 2, 3] if node_of is None else node_of
     with pytest.raises(ValueError, match=message):
-        thinwire.OneBitAdam([torch.nn.Parameter(torch.ones(3))], comm=comm, nodes=given)
+        thinwire.OneBitAdam([torch.nn.Parameter(torch.ones(3))], comm=comm, stage=stage, nodes=given)

@@ -29,15 +29,17 @@ _SHORT = {"var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 
 
 @dataclass(frozen=True)
 class Subject:
-    """One optimizer at one stage; `wire`: of its warmup."""
+    """One optimizer at one stage; `wire`: of its warmup; `nodes`: of each rank, if its workers are nodes."""
 
     name: str
     stage: int
     wire: str = "fp32"
     codec: CodecName = "sign1"
+    nodes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         unusual = [one for one in (self.wire, self.codec) if one not in ("fp32", "sign1")]
+        unusual += ["nodes"] if self.nodes else []
         return "-".join([self.name, str(self.stage), *unusual])
 
     @property
@@ -75,6 +77,7 @@ class Subject:
             defaults["reversible"] = True
         defaults |= {"lr": 5 * known["lr"].default, "block_size": 64, "bucket_bytes": 1000}
         defaults |= {"stage": self.stage, "warmup_wire": self.wire, "codec": self.codec}
+        defaults |= {"nodes": self.nodes} if self.nodes else {}
         return self.entry.load()(params, comm=comm, **(defaults | options))
 
     def on_model(
@@ -100,6 +103,14 @@ ROUNDED = [
 """Those whose warmup rounds what it averages, and keeps what that loses."""
 CODED = [Subject("OneBitAdam", 2, codec="int4"), Subject("OneBitLamb", 1, codec="stat2")]
 """Those that keep packed state through another codec than sign1."""
+BY_NODE = [
+    Subject("OneBitAdam", 0, nodes=(0, 0, 1, 1)),
+    Subject("OneBitAdam", 2, nodes=(0, 1, 0, 1)),
+    Subject("OneBitLamb", 1, "int4", "stat2", (0, 0, 1, 1)),
+    Subject("ZeroOneAdam", 1, "bf16", nodes=(0, 1, 1, 0)),
+    Subject("OneBitLion", 1, nodes=(0, 0, 1, 1)),
+]
+"""Those whose workers are nodes of two ranks."""
 
 
 def next_send(optimizer: Any) -> Send:

@@ -1,12 +1,12 @@
-"""Every behaviour of every optimizer of the registry, at every stage of its. Of those with an unusual warmup, and of
-those with an unusual codec, one meets it, by turns, or all where it is one of `EVERYWHERE`."""
+"""Every behaviour of every optimizer of the registry, at every stage of its. Of those with an unusual warmup, of
+those with an unusual codec, and of those by node, one meets it, by turns, or all where it is one of `EVERYWHERE`."""
 
 import warnings
 
 import pytest
 
 from tests.optim.behaviours import parameters, refusals, rounds, scaling, state
-from tests.optim.subject import CODED, EVERYWHERE, ROUNDED, SIZES, SUBJECTS, WARNS, Body, Subject
+from tests.optim.subject import BY_NODE, CODED, EVERYWHERE, ROUNDED, SIZES, SUBJECTS, WARNS, Body, Subject
 from thinwire.comm import threads
 
 NOTED = (parameters, refusals, rounds, scaling, state)  # importing one notes its behaviours
@@ -16,11 +16,16 @@ def of_turn(number: int, some: list[Subject], body: Body) -> list[Subject]:
     return some if body in EVERYWHERE else [some[number % len(some)]]
 
 
+def subjects(number: int, body: Body, size: int) -> list[Subject]:
+    unusual = (ROUNDED, CODED, BY_NODE if size == 2 else [])
+    return [*SUBJECTS, *(one for some in unusual if some for one in of_turn(number, some, body))]
+
+
 CASES = [
-    pytest.param(body, size, subject, id=f"{body.__name__}-{size}-{subject}")
+    pytest.param(body, len(subject.nodes) or size, subject, id=f"{body.__name__}-{size}-{subject}")
     for number, (body, sizes) in enumerate(SIZES.items())
     for size in sizes
-    for subject in [*SUBJECTS, *(one for some in (ROUNDED, CODED) for one in of_turn(number, some, body))]
+    for subject in subjects(number, body, size)
 ]
 
 

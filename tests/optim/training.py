@@ -68,6 +68,14 @@ def exchange_comm(optimizer: Any) -> Communicator:
     return home._parameters.exchange_comm if home.kind == "sharded" else home._exchange_comm
 
 
+def calls_made(optimizer: Any) -> int:
+    """The collectives of its steps so far, by node too."""
+    home = optimizer._home
+    links = home._parameters.links if home.kind == "sharded" else home._links
+    by_node = [] if links is None else [links.inside, links.between]
+    return sum(one.traffic.calls for one in (exchange_comm(optimizer), *by_node))
+
+
 def watcher(optimizer: Any) -> BackwardWatcher:
     """What watches its backwards."""
     return optimizer._home.watcher

@@ -11,10 +11,14 @@ import socket
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor
+from typing_extensions import override
 
+from thinwire.comm.collectives import Work
 from thinwire.comm.communicator import Communicator
 
 Result = TypeVar("Result")
@@ -173,6 +177,23 @@ def agree_on_nodes(
     return NodeGroups.of([answer["name"] for answer in answers] if given is None else given)
 
 
+class _Shared(Work):
+    """What `first` brings from other nodes, and `share` then gives to the ranks of this one."""
+
+    def __init__(self, first: Work, share: Callable[[], Work]) -> None:
+        super().__init__()
+        self._first, self._share = first, share
+
+    @override
+    def is_completed(self) -> bool:
+        return False
+
+    @override
+    def wait(self, timeout: float | None = None) -> None:
+        self._first.wait(timeout)
+        self._share()
+
+
 class NodeLinks:
     """A rank's communicators by node. Collective to make.
 
@@ -200,6 +221,32 @@ class NodeLinks:
         numbered = comm.split(0, key=self.lane * self.num_nodes + self.node)
         assert numbered is not None
         return numbered
+
+    def add_up(self, vector: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return this rank's lane of the sum of its node's vectors, fp32, each with an equal part for each lane; empty
+        on a rank without one. It is times nodes / ranks: the mean over nodes is then that of ranks."""
+        parts = vector.view(self.lanes, vector.numel() // self.lanes)
+        if self.inside.size > self.lanes:
+            idle = parts.new_zeros(self.inside.size - self.lanes, parts.shape[1])
+            parts = torch.cat([parts, idle])
+        received = torch.empty_like(parts)
+        self.inside.all_to_all(received, parts)
+        total = torch.empty_like(received[0], dtype=torch.float32) if out is None else out
+        total.copy_(received[0])
+        for other in received[1:]:
+            total.add_(other)
+        return total.mul_(self.num_nodes / self.size)
+
+    def all_gather(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> Work:
+        """Gather as the Communicator of `number_by_lane` does: what comes from other nodes comes to a node once, and is
+        shared there when it is waited for, which every rank does in the same order."""
+        assert self.between is not None, "nodes are alike"
+        lane = input.new_empty(self.num_nodes * input.numel())
+        first = self.between.all_gather(lane, input.view(-1), async_op=True)
+        work = _Shared(first, partial(self.inside.all_gather, output, lane))
+        if not async_op:
+            work.wait()
+        return work
 
     @property
     def bytes_inside(self) -> int:

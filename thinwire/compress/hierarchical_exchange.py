@@ -4,6 +4,7 @@ that a node sends what one rank would."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Adjust, Division, EncodePart, Exchange, Leg
-from thinwire.compress.light_exchanges import ExchangeFromOwners, ExchangeToOwners
+from thinwire.compress.light_exchanges import ExchangeFromOwners, ExchangeToOwners, PacketsExchange
 from thinwire.compress.packet import (
     Flags,
     Headers,
@@ -65,10 +66,8 @@ class HierarchicalExchange(Exchange):
             part=part,
         )
         self._leg_1_senders = None if lane is None else [ranks[lane] for ranks in links.groups.members]
-        self._lane_numel = self.shard * nodes
-        self.worker_place = (
-            slice(0, 0) if lane is None else slice(lane * self._lane_numel, (lane + 1) * self._lane_numel)
-        )
+        lane_numel = self.shard * nodes
+        self.worker_place = slice(0, 0) if lane is None else slice(lane * lane_numel, (lane + 1) * lane_numel)
         self.takes_encoder = False  # what leaves is the node's sum
         self._sum: Tensor | None = None
         self._passed_on = 0
@@ -83,7 +82,9 @@ class HierarchicalExchange(Exchange):
         neighbours = torch.empty(links.inside.size, HEADER_BYTES, dtype=torch.uint8, device=self._device)
         links.inside.all_gather(neighbours, mine)
         told = Headers(neighbours, 0, links.groups.members[links.node])
-        total = self._add_up()
+        total = links.add_up(self.payload, self._sum)
+        if not self.keeps_payload:
+            self._payload = None
         if links.lane is not None:
             self._sum = total
             super().start(step, flags, settings, self._encoder(told))
@@ -126,7 +127,7 @@ class HierarchicalExchange(Exchange):
             self.worker_residual, self._sum = self._sum, self.worker_residual
             self.owner_residual, self._average = self._average, None
             if not self.keeps_payload:
-                self._payload = self._sum = None
+                self._sum = None
 
     @property
     @override
@@ -160,20 +161,14 @@ class HierarchicalExchange(Exchange):
         if known:
             pass_on_flags(packets, torch.tensor(int(known), dtype=torch.int16))
 
-    def _add_up(self) -> Tensor:
-        """Return this rank's lane of the node's sum, times nodes / ranks: the mean over nodes is then that of ranks."""
-        links = self._links
-        parts = self.payload.view(links.lanes, self._lane_numel)
-        if links.inside.size > links.lanes:
-            idle = parts.new_zeros(links.inside.size - links.lanes, self._lane_numel)
-            parts = torch.cat([parts, idle])
-        received = torch.empty_like(parts)
-        links.inside.all_to_all(received, parts)
-        total = self._sum if self._sum is not None else torch.empty_like(received[0])
-        total.copy_(received[0])
-        for other in received[1:]:
-            total.add_(other)
-        return total.mul_(links.num_nodes / links.size)
+
+class LowMemoryNodes(PacketsExchange, HierarchicalExchange):
+    """One whose result may stay packets, and whose payload is let go as it leaves. Residuals are fp32, of a lane, and
+    survive steps that are skipped."""
+
+    def __init__(self, *between: Any, **options: Any) -> None:
+        super().__init__(*between, **options)
+        self.keeps_payload = False
 
 
 class NodesToOwners(ExchangeToOwners, HierarchicalExchange):
@@ -209,18 +204,19 @@ def make_exchange(
     return HierarchicalExchange(links, numel, codec, bucket=bucket, error_feedback=error_feedback, device=device)
 
 
-def make_legs(
-    comm: Communicator,
-    links: NodeLinks | None,
-    numel: int,
-    codecs: tuple[Codec, Codec],
-    *,
-    bucket: int,
-    device: torch.device,
-) -> tuple[ExchangeToOwners, ExchangeFromOwners]:
-    """One exchange for each leg and its codec, over nodes where there are `links`."""
-    there, back = codecs
-    given = {"bucket": bucket, "device": device}
+def make_leg_1(
+    comm: Communicator, links: NodeLinks | None, numel: int, codec: Codec, *, bucket: int, device: torch.device
+) -> ExchangeToOwners:
+    """Leg 1 alone, over nodes where there are `links`."""
     if links is None:
-        return ExchangeToOwners(comm, numel, there, **given), ExchangeFromOwners(comm, numel, back, **given)
-    return NodesToOwners(links, numel, there, **given), NodesFromOwners(links, numel, back, **given)
+        return ExchangeToOwners(comm, numel, codec, bucket=bucket, device=device)
+    return NodesToOwners(links, numel, codec, bucket=bucket, device=device)
+
+
+def make_leg_2(
+    comm: Communicator, links: NodeLinks | None, numel: int, codec: Codec, *, bucket: int, device: torch.device
+) -> ExchangeFromOwners:
+    """Leg 2 alone, over nodes where there are `links`."""
+    if links is None:
+        return ExchangeFromOwners(comm, numel, codec, bucket=bucket, device=device)
+    return NodesFromOwners(links, numel, codec, bucket=bucket, device=device)

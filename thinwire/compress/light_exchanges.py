@@ -16,8 +16,22 @@ from thinwire.compress.packet import Flags, Headers, write_headers
 from thinwire.compress.packet_layout import HEADER_BYTES
 
 
-class LowMemoryExchange(Exchange):
-    """An Exchange whose result is kept as leg 2's packets, and whose worker residual is in `residual_dtype`.
+class PacketsExchange(Exchange):
+    """An Exchange whose result can be kept as leg 2's packets."""
+
+    def take_packets(self) -> Tensor:
+        """What leg 2 brought, uint8 [shards, packet_bytes], instead of `read`."""
+        assert self._leg_2, "take_packets() follows wait()"
+        legs, self._leg_2 = self._leg_2, []
+        return legs[0].received if len(legs) == 1 else self.codec.join([leg.received for leg in legs])
+
+    def arrived(self, row: int) -> list[Tensor]:
+        """What leg 2 brought from one owner, uint8 [1, packet_bytes] for each part; after `wait`."""
+        return [leg.received[row : row + 1] for leg in self._leg_2]
+
+
+class LowMemoryExchange(PacketsExchange):
+    """An Exchange whose result may stay packets, and whose worker residual is in `residual_dtype`.
 
     With `reversible`, the residuals before this step are kept until `commit` or `revert`, at the price of a second
     worker residual: then a skipped step leaves them untouched, and `scale_step` can shrink what the step did to them.
@@ -55,16 +69,6 @@ class LowMemoryExchange(Exchange):
         self._payload = None
         if not self.reversible:
             self.worker_residual, self._next = self._next, None
-
-    def take_packets(self) -> Tensor:
-        """What leg 2 brought, uint8 [ranks, packet_bytes], instead of `read`."""
-        assert self._leg_2, "take_packets() follows wait()"
-        legs, self._leg_2 = self._leg_2, []
-        return legs[0].received if len(legs) == 1 else self.codec.join([leg.received for leg in legs])
-
-    def arrived(self, row: int) -> list[Tensor]:
-        """What leg 2 brought from one owner, uint8 [1, packet_bytes] for each part; after `wait`."""
-        return [leg.received[row : row + 1] for leg in self._leg_2]
 
     @override
     def commit(self) -> None:

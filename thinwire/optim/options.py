@@ -72,14 +72,15 @@ class HomeOptions:
             send weights, which 1-bit Adam and LAMB do at stages 1 and 2, on the first, at 8 bytes an element.
         nodes: which ranks share a node, where some do: their gradients are added up exactly inside it, and nodes are
             the algorithm's workers. "auto" asks the launcher and the hosts, "flat" takes every rank for a node; else
-            the node's number for each rank. At stage 0; sharded state goes between ranks.
+            the node's number for each rank. At stages 1 and 2 nodes must have equally many ranks: "auto" is "flat"
+            where hosts have not.
         offload, pin_memory: at stages 1 and 2, keep master weights and the warmup's state in CPU memory, for parameters
             on a GPU.
         resync_interval: steps between two comparisons of all replicas and, at stages 1 and 2 once steps are compressed,
             new copies of the master weights.
         on_drift: what a comparison that fails does: "repair" with a warning, or "raise" a ReplicaDriftError.
         reversible: at stages 1 and 2, keep the residuals of before a step until it is applied, so that a skipped step
-            leaves them untouched; by default for fp16 parameters and with `max_norm`.
+            leaves them untouched; by default for fp16 parameters and with `max_norm`, and by node always.
         averaging: the dtype in which a step's backwards add up, and sums over the ranks in place of means; in steps
             that average exactly, the dtype in which gradients travel too, and division before they are summed. What a
             compressed step sends, a codec scales by itself.
@@ -131,7 +132,7 @@ class HomeOptions:
         make_codec(self.codec, self.block_size)
         self.sharding.check()
         # What only the other home has is refused, rather than ignored.
-        foreign = _ONLY_SHARDED if self.stage == 0 else _ONLY_REPLICATED | ({} if packs else _ONLY_PACKED)
+        foreign = _ONLY_SHARDED if self.stage == 0 else {} if packs else _ONLY_PACKED
         default = HomeOptions()
         for name, instead in foreign.items():
             if getattr(self, name) != getattr(default, name):
@@ -151,6 +152,7 @@ class HomeOptions:
             self.offload,
             self.pin_memory,
             exact,
+            nodes=self.nodes,
         )
 
     @property
@@ -184,7 +186,6 @@ _ONLY_SHARDED: dict[str, str] = {
     "offload": "every rank keeps all state at stage 0; use stage 1 or 2",
     "reversible": "residuals always survive a skipped step at stage 0; leave it out",
 }
-_ONLY_REPLICATED: dict[str, str] = {"nodes": "shards go between ranks, not nodes; use stage 0, or leave it out"}
 
 
 def _listed(values: Sequence[object]) -> str:

@@ -12,8 +12,8 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.codecs import CastCodec, make_codec
 from thinwire.compress.exchange import EncodePart, Exchange
-from thinwire.compress.hierarchical_exchange import make_exchange
-from thinwire.compress.light_exchanges import ExchangeToOwners, LowMemoryExchange, make_exact_exchange
+from thinwire.compress.hierarchical_exchange import LowMemoryNodes, make_exchange, make_leg_1
+from thinwire.compress.light_exchanges import LowMemoryExchange, PacketsExchange, make_exact_exchange
 from thinwire.compress.packet import write_headers
 from thinwire.compress.packet_layout import shard_numel
 from thinwire.optim.options import COMPRESSED_WIRES, HomeOptions
@@ -23,7 +23,7 @@ from thinwire.zero import BucketLayout, Slot
 class Wire:
     """Exchanges over the ranks of `comm`, or by node where there are `links`, through the codecs of `options`.
 
-    `residual_dtypes`: where state is sharded, those of the worker's residuals, by bucket.
+    `residual_dtypes`: where state is sharded, those of the worker's residuals, by bucket, of what does not go by node.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Wire:
         all, or `to_owners` alone."""
         codec, rounds = self._exact_codec, self.rounds_averages
         if to_owners:
-            return ExchangeToOwners(self.comm, layout.numel, codec, bucket=index, device=device)
+            return make_leg_1(self.comm, self._links, layout.numel, codec, bucket=index, device=device)
         if self._links is None and not rounds:
             return make_exact_exchange(self.comm, layout.numel, codec, bucket=index, device=device)
         return make_exchange(
@@ -67,8 +67,11 @@ class Wire:
 
     def low_memory(
         self, layout: BucketLayout, index: int, device: torch.device, *, reversible: bool
-    ) -> LowMemoryExchange:
-        """Make one whose result may stay packets, and that can be told to keep no residuals of before a step."""
+    ) -> PacketsExchange:
+        """Make one whose result may stay packets, and that can be told to keep no residuals of before a step: by node
+        it does."""
+        if self._links is not None:
+            return LowMemoryNodes(self._links, layout.numel, self.codec, bucket=index, device=device)
         return LowMemoryExchange(
             self.comm,
             layout.numel,

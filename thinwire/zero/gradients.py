@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator, Work
+from thinwire.comm.agreement import NodeLinks
 from thinwire.zero.bucket_layout import BucketLayout, Slot
 from thinwire.zero.gradient_seal import Seal
 from thinwire.zero.master_weights import FlatBucket, ShardedParameters
@@ -58,7 +59,8 @@ class BucketGradients:
     """The gradients of one bucket's parameters, in the dtype in which they add up.
 
     Leg 1 sends every owner its shard, an all-to-all; the owner sums in rank order, in fp32, so that every stage and
-    every backend gets the same bits. Leg 2, at stage 0 only, gives the averages back to all.
+    every backend gets the same bits. Leg 2, at stage 0 only, gives the averages back to all. With `links`, at stages 1
+    and 2, nodes' sums leave, in fp32 or the `wire_dtype`.
 
     Stages 0 and 1 keep `.grad` of every parameter as a view of one flat tensor; stage 2 frees each bucket once it has
     left, in the parameters' dtype, and adds what further backwards bring to its shard. `averaging` says in which dtype
@@ -70,14 +72,23 @@ class BucketGradients:
 
     may_stay = True
 
-    def __init__(self, bucket: FlatBucket, comm: Communicator, stage: int, averaging: Averaging, seal: Seal) -> None:
+    def __init__(
+        self,
+        bucket: FlatBucket,
+        comm: Communicator,
+        stage: int,
+        averaging: Averaging,
+        seal: Seal,
+        links: NodeLinks | None = None,
+    ) -> None:
         self.bucket = bucket
         self.stage = stage
         self.overwrites_gradients = stage == 1  # on the owner
-        self._comm = comm
+        self._links = links
+        self._comm = comm if links is None or links.between is None else links.between
         self.accumulated_dtype = averaging.accumulated(bucket.dtype)
         self._flat_dtype = bucket.dtype if stage == 2 else self.accumulated_dtype
-        self._wire_dtype = averaging.wire_dtype or self._flat_dtype
+        self._wire_dtype = averaging.wire_dtype or (self._flat_dtype if links is None else torch.float32)
         self._divide_first = averaging.divide_first
         self._flat: Tensor | None = None
         self._shard = self._new_shard() if stage == 2 else None
@@ -122,7 +133,10 @@ class BucketGradients:
         whole = self._whole()
         for gap in self.bucket.layout.gaps:
             whole[gap].zero_()
-        sent = self._to_send(whole)
+        if self._links is None:
+            sent = self._to_send(whole, self._wire_dtype)
+        else:
+            sent = self._links.add_up(self._to_send(whole, self._flat_dtype)).to(self._wire_dtype)
         received = torch.empty_like(sent)
         work = self._comm.all_to_all(received, sent, async_op=True)
         self._leg_1 = (sent, received, work)
@@ -183,18 +197,18 @@ class BucketGradients:
     def _new_shard(self) -> Tensor:
         return torch.empty_like(self.bucket.shard_of(self.bucket.flat), dtype=self.accumulated_dtype)
 
-    def _to_send(self, whole: Tensor) -> Tensor:
+    def _to_send(self, whole: Tensor, dtype: torch.dtype) -> Tensor:
         """What leaves for `whole`, which stays as it is where something else leaves."""
         if self._divide_first == 1.0:
-            return whole.to(self._wire_dtype)
-        sent = torch.empty_like(whole, dtype=self._wire_dtype)
+            return whole.to(dtype)
+        sent = torch.empty_like(whole, dtype=dtype)
         return torch.div(whole, self._divide_first, out=sent)
 
 
 def averaging_gradients(parameters: ShardedParameters, seal: Seal) -> list[BucketGradients]:
     """What averages every bucket's gradients exactly, each rank keeping what the stage keeps."""
-    stage, averaging = parameters.sharding.stage, parameters.sharding.averaging
-    return [BucketGradients(one, parameters.exchange_comm, stage, averaging, seal) for one in parameters.buckets]
+    given = parameters.sharding.stage, parameters.sharding.averaging, seal, parameters.links
+    return [BucketGradients(one, parameters.exchange_comm, *given) for one in parameters.buckets]
 
 
 def _mean(rows: Tensor, divided_by: float) -> Tensor:

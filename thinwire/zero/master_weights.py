@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import check_same_on_every_rank, link_nodes, raise_together
+from thinwire.comm.agreement import NodeLinks, check_same_on_every_rank, link_nodes, raise_together
 from thinwire.zero.bucket_layout import BucketLayout, Slot
 from thinwire.zero.placement import Placement, Sharding, WeightGate
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters
@@ -51,12 +51,13 @@ class FlatBucket:
 
     Construction moves the parameters: their `.data` becomes a view. `keep` says which of the values before rounding to
     `dtype` to keep in fp32 for `take_initial`: the "shard", the "whole" bucket or nothing. `family`: all buckets of a
-    model.
+    model. `gathering`: what gathers shards, over `comm`'s ranks or by node.
     """
 
     def __init__(
         self,
         comm: Communicator,
+        links: NodeLinks | None,
         index: int,
         layout: BucketLayout,
         parameters: Sequence[Tensor],
@@ -67,6 +68,7 @@ class FlatBucket:
         self.layout = layout
         self.dtype = dtype
         self.comm = comm
+        self.gathering = comm if links is None else links
         self.family = [self]
         self.parameters = [parameters[slot.parameter] for slot in layout.slots]
         self._shapes = {slot: one.shape for slot, one in self.members()}
@@ -192,7 +194,7 @@ class MasterWeights:
         # Page-locked weights leave while the host goes on, and are rounded where that is fast. They change again only
         # after the host has waited for the next step's gradients, which come behind them.
         shard = (self.weights if self.separate else self.weights.clone()).to(self.bucket.flat.device, non_blocking=True)
-        return self.bucket.comm.all_gather(self.bucket.flat, shard.to(self.bucket.dtype), async_op=True).wait
+        return self.bucket.gathering.all_gather(self.bucket.flat, shard.to(self.bucket.dtype), async_op=True).wait
 
     def start_bringing(self, values: Tensor) -> Tensor:
         """`values`, fp32 like the weights, on their way to lie beside them: there once the host has waited."""
@@ -264,7 +266,7 @@ class ShardedParameters:
     """A model's parameters, with this rank's master weights; the same on every rank but for these.
 
     `comm`: of the caller. `exchange_comm`: a copy for all that is sent, whose rank is the shard owned; `links`: beside
-    it, by node. `order`: numbers, names, groups. `gate`: what waits for weights during forward; None if `step` does.
+    it, by node, `saved_nodes` each rank's. `order`: numbers, names, groups. `gate`: of a forward that waits, or None.
 
     Raises ValueError or TypeError, on every rank, for parameters that cannot be sharded, or that differ between ranks;
     `settings` are compared too.
@@ -294,7 +296,8 @@ class ShardedParameters:
         compared = {**sharding.compared(), "names": self.names, **settings}
         check_same_on_every_rank(comm, self.order.parameters, groups, compared)
         broadcast_from_rank_0(comm, self.order.parameters)
-        self.nodes, self.links = link_nodes(comm, sharding.nodes if sharding.codecs else "flat", alike=True)
+        self.nodes, self.links = link_nodes(comm, sharding.nodes, alike=True)
+        self.saved_nodes = None if self.links is None else list(self.nodes.node_of)
         self.exchange_comm = comm.duplicate() if self.links is None else self.links.number_by_lane(comm)
         self.buckets: list[FlatBucket] = []
         self.masters: list[MasterWeights] = []
@@ -303,7 +306,7 @@ class ShardedParameters:
         extent: Literal["whole", "shard"] = "whole" if sharding.stage == 0 else "shard"
         for index, (layout, dtype) in enumerate(self.order.partition(comm.size, sharding)):
             keep = None if dtype == torch.float32 else extent
-            bucket = FlatBucket(self.exchange_comm, index, layout, self.order.parameters, dtype, keep)
+            bucket = FlatBucket(self.exchange_comm, self.links, index, layout, self.order.parameters, dtype, keep)
             self.buckets.append(bucket)
             bucket.family = self.buckets
             self.masters.append(MasterWeights(bucket, sharding))
@@ -335,9 +338,7 @@ class ShardedParameters:
     def gather_during_forward(self, module: nn.Module) -> None:
         """Let new weights arrive while `module`'s next forward runs: see ShardedOptimizer."""
         if self.gate is not None:
-            raise RuntimeError(
-                "gather_during_forward() was called before: pass it the one module that holds all others"
-            )
+            raise RuntimeError("gather_during_forward() was called before: pass it the module that holds all others")
         within = {id(parameter) for parameter in module.parameters()}
         bucket_of = {id(parameter): bucket.index for bucket in self.buckets for parameter in bucket.parameters}
         if self.links is None:
@@ -393,8 +394,7 @@ class ShardedParameters:
             dtype = None if one.ahead else bucket.dtype  # else what fp32 parameters were behind of
             for slot in bucket.layout.slots:
                 values = read_weight(source, dtype, self.names[slot.parameter], 0, slot.numel)
-                view = bucket.view(bucket.flat, slot)
-                view.copy_(values.view(view.shape))
+                bucket.view(bucket.flat, slot).view(-1).copy_(values)
         for masters in self.masters:
             masters.load(source, self.names)
         self.accept_written()

@@ -214,15 +214,14 @@ class ShardedOptimizer(SynchronizedOptimizer):
         self.max_norm = max_norm = 0.0 if max_norm is None else max_norm
         self._saved_name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
         whole = getattr(optimizer_class, "whole_parameters", Sharding.whole_parameters)
-        codecs, of_rest = (
-            (one, one if stage == 0 else "int8") if isinstance(one, str) else one for one in (codec, rest_codec)
-        )
-        kept, told = (offload, pin_memory), {"resync_interval": resync_interval}
-        sharding = Sharding(
-            stage, param_dtype, bucket_bytes, block_size, max_norm, *kept, averaging, whole, codecs, of_rest, nodes
-        )
+        kept, told = (offload, pin_memory, averaging), {"resync_interval": resync_interval}
+        both = [(one, one if stage == 0 else "int8") if isinstance(one, str) else one for one in (codec, rest_codec)]
+        by = nodes if codec is not None else "flat"
+        sharding = Sharding(stage, param_dtype, bucket_bytes, block_size, max_norm, *kept, whole, by, *both)
         error: Exception | None = None
         try:
+            if codec is None and not isinstance(nodes, str):
+                raise ValueError(f"nodes={nodes!r} needs codec=: without one every rank sends for itself, exactly")
             sharding.check()
             check_interval(resync_interval)
             if (arrange := getattr(optimizer_class, "arrange", None)) is not None:
@@ -338,7 +337,7 @@ class _ElementwiseHome(ShardedHome):
 
     @override
     def counters(self) -> dict[str, Any]:
-        return {"nodes": rounded.saved_nodes(self._parameters)} if self._parameters.links else {}
+        return {"nodes": self._parameters.saved_nodes} if self._parameters.links else {}
 
     @override
     def check(self, source: SliceSource) -> None:

@@ -189,9 +189,9 @@ class Sharding:
     pin_memory: bool = True
     averaging: Averaging = PLAIN_AVERAGING
     whole_parameters: Callable[[Mapping[str, Any]], bool] = lambda group: False
+    nodes: Nodes = "flat"
     codecs: tuple[CodecName, CodecName] | None = None  # of gradients, and of what comes back; None sends both exactly
     rest_codecs: tuple[CodecName, CodecName] | None = None
-    nodes: Nodes = "auto"  # without a codec every rank sends for itself
 
     def check(self) -> None:
         """Raise ValueError or TypeError for what cannot work."""
@@ -211,8 +211,6 @@ class Sharding:
         if isinstance(self.block_size, bool) or not self.block_size >= 1:
             raise ValueError(f"block_size must be at least 1, got {self.block_size!r}")
         self.averaging.check()
-        if self.codecs is None and not isinstance(self.nodes, str):
-            raise ValueError(f"nodes={self.nodes!r} needs codec=: without one every rank sends for itself, exactly")
         for pair in (self.codecs, self.rest_codecs):
             if pair is not None:
                 self._check_codecs(*pair)

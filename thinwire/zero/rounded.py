@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.exchange import Exchange, bring_headers
-from thinwire.compress.hierarchical_exchange import HierarchicalExchange, make_exchange, make_legs
+from thinwire.compress.hierarchical_exchange import HierarchicalExchange, make_exchange, make_leg_1, make_leg_2
 from thinwire.compress.light_exchanges import ExchangeFromOwners, ExchangeToOwners
 from thinwire.zero.bucket_layout import Slot
 from thinwire.zero.gradient_seal import Seal
@@ -228,18 +228,19 @@ def rounded_gradients(
     sharding = parameters.sharding
     if sharding.codecs is None:
         return []
-    over, found = (parameters.exchange_comm, parameters.links), []
+    found = []
     for one in parameters.masters:
         bucket, names = one.bucket, sharding.codecs_of(one.bucket.layout)
         assert names is not None
         there, back = (make_codec(name, bucket.layout.block_size) for name in names)
-        numel, index, device = bucket.layout.numel, bucket.index, bucket.flat.device
+        over, index = (parameters.exchange_comm, parameters.links, bucket.layout.numel), bucket.index
+        device = bucket.flat.device
         exchange: Exchange
         if one.ahead:
-            exchange, leg_2 = make_legs(*over, numel, (there, back), bucket=index, device=device)
-            one.send = WeightDifferences(bucket, leg_2).publish
+            exchange = make_leg_1(*over, there, bucket=index, device=device)
+            one.send = WeightDifferences(bucket, make_leg_2(*over, back, bucket=index, device=device)).publish
         else:
-            exchange = make_exchange(*over, numel, there, bucket=index, device=device)
+            exchange = make_exchange(*over, there, bucket=index, device=device)
         found.append(RoundedGradients(bucket, sharding.stage, sharding.averaging, seal, exchange, loss_scale))
     return found
 
@@ -270,11 +271,6 @@ def bytes_of_rounding(gradients: Sequence[RoundedGradients], parameters: Sharded
 # Checkpoints
 
 
-def saved_nodes(parameters: ShardedParameters) -> list[int] | None:
-    """The node of each rank, if residuals belong to nodes."""
-    return None if parameters.links is None else list(parameters.nodes.node_of)
-
-
 def ranks_with_residuals(
     gradients: Sequence[RoundedGradients], source: SliceSource, parameters: ShardedParameters
 ) -> list[int] | None:
@@ -283,7 +279,7 @@ def ranks_with_residuals(
 
     Raises DamagedStateError if some parameters' were, and not all.
     """
-    ranks, names = ranks_of_residuals(source, parameters.comm, saved_nodes(parameters)), parameters.names
+    ranks, names = ranks_of_residuals(source, parameters.comm, parameters.saved_nodes), parameters.names
     if ranks is None:
         return None
     runs = [run for one in gradients for run in runs_in(one.layout, one.exchange.worker_place)]

@@ -2,6 +2,9 @@
 Written for reading, not for speed; scales are rounded to fp32, as the wire states."""
 
 import numpy as np
+import torch
+
+from thinwire.optim.storage import quantize, table
 
 
 def sign1(values: np.ndarray, block_size: int) -> np.ndarray:
@@ -45,13 +48,14 @@ class ReferenceExchange:
 class ReferenceOneBitAdam:
     """1-bit Adam on one flat weight vector: plain Adam for `freeze_step` steps, then frozen variance.
 
-    What is compressed is the paper's momentum, or the update: the momentum divided by √v + ε.
+    What is compressed is the paper's momentum, or the update: the momentum divided by √v + ε. With `packs`, as sharded
+    state does, 1 / (√v + ε) is rounded to 8 bits at the freeze, and the update to what one leg would bring.
     """
 
     def __init__(
-        self, weights, world_size, *, lr, freeze_step, block_size, compress, betas=(0.9, 0.999), eps=1e-8
+        self, weights, world_size, *, lr, freeze_step, block_size, compress, packs=False, betas=(0.9, 0.999), eps=1e-8
     ) -> None:
-        self.compress = compress
+        self.compress, self.packs = compress, packs
         self.weights = np.array(weights, dtype=np.float64)
         self.lr, self.freeze_step, self.betas, self.eps = lr, freeze_step, betas, eps
         self.momentum = np.zeros_like(self.weights)
@@ -72,7 +76,22 @@ class ReferenceOneBitAdam:
         if self.step_count > self.freeze_step:
             if self.compress == "update":
                 denominator = np.maximum(denominator, 0.01 * denominator[self.variance > 0].mean())
+            if self.packs:
+                denominator = self._pack(denominator)
             scale = denominator if self.compress == "update" else 1.0
             self.momentum = scale * self.exchange((beta1 * self.momentum + (1 - beta1) * gradients) / scale)
         update = self.momentum / (1 - beta1**self.step_count) / denominator
         self.weights -= self.lr * np.where(self.variance > 0, update, 0.0)
+
+    def _pack(self, denominator: np.ndarray) -> np.ndarray:
+        """The denominators that 8 bits say; right after the freeze the momentum goes through the owners' codec."""
+        moving = self.variance > 0
+        inverse = torch.from_numpy(np.where(moving, 1 / denominator, 0.0)).float()
+        low, high = inverse[moving].min(), inverse[moving].max()
+        rounded = table(low[None], high[None])[0][quantize(inverse, float(low), float(high)).int()].double().numpy()
+        if self.step_count == self.freeze_step + 1:
+            u = self.momentum * rounded
+            packed = np.where(moving, sign1(u, self.exchange.block_size), 0.0)
+            self.exchange.owner_residual = np.where(moving, u - packed, 0.0)
+            self.momentum = np.divide(packed, rounded, out=np.zeros_like(packed), where=moving)
+        return np.divide(1.0, rounded, out=denominator, where=moving)

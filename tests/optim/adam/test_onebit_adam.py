@@ -69,24 +69,37 @@ def gradients_of(model, rank, step):
     return torch.autograd.grad(loss_of(model, rank, step), list(model.parameters()))
 
 
-@pytest.mark.parametrize(("world_size", "compress"), [(1, "momentum"), (2, "update"), (3, "momentum"), (4, "update")])
-def test_equals_the_algorithm_in_float64_over_100_steps(world_size, compress) -> None:
+@pytest.mark.parametrize(
+    ("stage", "nodes", "compress"),
+    [
+        (0, [0], "momentum"),
+        (0, [0, 1], "update"),
+        (0, [0, 1, 2], "momentum"),
+        (0, [0, 1, 2, 3], "update"),
+        (0, [0, 0, 1, 1], "momentum"),
+        (1, [0, 1], "update"),
+        (1, [0, 0, 1, 1], "update"),
+        (2, [0, 1, 2, 0, 1, 2], "update"),
+    ],
+)
+def test_equals_the_algorithm_in_float64_over_100_steps(stage, nodes, compress) -> None:
+    """Its workers are nodes, which add up the gradients of their ranks."""
     numel, steps, freeze_step, block_size = 300, 100, 20, 64
-    rng = np.random.default_rng(world_size)
+    world_size = len(nodes)
+    rng = np.random.default_rng(world_size + 10 * stage)
     start = rng.standard_normal(numel).astype(np.float32)
     gradients = (rng.standard_normal((steps, world_size, numel)) + 0.3).astype(np.float32)
     gradients[:, :, 7] = 0.0  # a coordinate whose variance stays 0
-    reference = ReferenceOneBitAdam(
-        start, world_size, lr=1e-3, freeze_step=freeze_step, block_size=block_size, compress=compress
-    )
+    settings = {"freeze_step": freeze_step, "block_size": block_size, "compress": compress}
+    workers = max(nodes) + 1
+    reference = ReferenceOneBitAdam(start, workers, lr=1e-3, packs=stage > 0, **settings)
+    members = np.equal.outer(np.arange(workers), nodes) * (workers / world_size)
     for payloads in gradients:
-        reference.step(payloads.astype(np.float64))
+        reference.step(members @ payloads.astype(np.float64))
 
     def rank(comm):
         weight = nn.Parameter(torch.from_numpy(start.copy()))
-        optimizer = thinwire.OneBitAdam(
-            [weight], freeze_step=freeze_step, block_size=block_size, compress=compress, comm=comm
-        )
+        optimizer = thinwire.OneBitAdam([weight], comm=comm, stage=stage, nodes=nodes, **settings)
         for payloads in gradients:
             weight.grad = torch.from_numpy(payloads[comm.rank])
             optimizer.step()

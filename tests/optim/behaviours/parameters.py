@@ -118,9 +118,11 @@ def an_exp_avg_mask_holds_coordinates_or_is_refused(comm: Communicator, subject:
         step_times(weight, optimizer, range(FREEZE, FREEZE + 6))
         assert (weight != at_freeze).all(dim=0).tolist() == [True] * 20 + [False] * 12
         # What compression lost there is forgotten, as it would blur its block's scale.
-        (residual,) = (one for key, one in optimizer.rank_tensors().items() if key.startswith("worker_residual"))
+        residuals = [one for key, one in optimizer.rank_tensors().items() if key.startswith("worker_residual")]
         loses = subject.codec == "sign1"  # others lose nothing of values that are all alike
-        assert residual.view(4, 32).any(dim=0).tolist() == [loses] * 20 + [False] * 12
+        assert residuals or subject.nodes  # by node the first lane has all of it
+        for residual in residuals:
+            assert residual.view(4, 32).any(dim=0).tolist() == [loses] * 20 + [False] * 12
         ends.append(weight.detach().clone())
     assert all(torch.equal(end, ends[0]) for end in ends)
 

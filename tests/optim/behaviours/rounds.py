@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.optim.subject import FREEZE, LOCAL, Subject, alike, behaviour, dyadic, next_send, with_gradients
-from tests.optim.training import exchange_comm, loss_of, make_model, same, snapshot, train, weights
+from tests.optim.training import calls_made, exchange_comm, loss_of, make_model, same, snapshot, train, weights
 from thinwire.comm import Communicator
 from thinwire.optim.step import Send
 
@@ -37,11 +37,10 @@ def ranks_hold_the_same_bits_after_every_step_but_local_ones(comm: Communicator,
 @behaviour(2)
 def buckets_leave_during_backward(comm: Communicator, subject: Subject) -> None:
     model, optimizer = subject.on_model(comm, bucket_bytes=256)
-    traffic = exchange_comm(optimizer).traffic
     for step in range(FREEZE + 3):
-        calls, seen = traffic.calls, []
+        calls, seen = calls_made(optimizer), []
         # When the first layer's gradient is computed, the later layers' buckets have left.
-        handle = model[0].weight.register_hook(lambda _, seen=seen: seen.append(traffic.calls))
+        handle = model[0].weight.register_hook(lambda _, seen=seen: seen.append(calls_made(optimizer)))
         optimizer.zero_grad()
         loss_of(model, comm.rank, step).backward()
         handle.remove()

@@ -242,6 +242,7 @@ def follow(optimizer, parameters: list[nn.Parameter], gradients, left_out=()) ->
         (2, 700, DECAYED | {"codec": "stat2"}),
         (3, 1 << 20, DECAYED | {"codec": "stat2"}),
         (4, 700, {"codec": "stat2"}),
+        (4, 700, {"nodes": [0, 1, 0, 1]}),
     ],
 )
 def test_is_stage_0_where_that_rounds_alike_at_the_freeze(world_size, bucket_bytes, options) -> None:

@@ -48,9 +48,12 @@ def assert_same(found: list[tuple[bool, Tensor]], expected: list[tuple[bool, Ten
 
 DECAYED = {"weight_decay": 0.5, "betas": (0.8, 0.99), "eps": 1e-6}
 OTHER_WIRES = {"warmup_wire": "bf16", "codec": "stat2"}
+BY_NODE = {"nodes": [0, 0, 1, 1]}
 
 
-@pytest.mark.parametrize(("ranks", "options", "accumulation"), [(1, DECAYED, 2), (2, OTHER_WIRES, 1), (3, DECAYED, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "options", "accumulation"), [(1, DECAYED, 2), (2, OTHER_WIRES, 1), (3, DECAYED, 1), (4, BY_NODE, 1)]
+)
 def test_every_step_has_the_bits_of_stage_0(ranks: int, options: dict, accumulation: int) -> None:
     def body(comm: Communicator, stage: int) -> list[tuple[bool, Tensor]]:
         model = make_model()

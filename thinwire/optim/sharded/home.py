@@ -47,7 +47,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         self._recipe = recipe
         self._options = options
         dtypes = [torch.float32 if one.dtype == torch.float32 else torch.bfloat16 for one in parameters.buckets]
-        self._wire = Wire(parameters.exchange_comm, options, residual_dtypes=dtypes)
+        self._wire = Wire(parameters.exchange_comm, options, parameters.links, residual_dtypes=dtypes)
         self._watched: tuple[Sequence[BucketTransport], object] = ([], None)
         self._sketch = NormSketch(parameters.exchange_comm, parameters.device) if options.clips_to else None
         self.in_flight = Step(parameters.groups, options.averaging.divide_first, options.clips_to)
@@ -190,7 +190,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         if self.groups[0].send is not Send.COMPRESSED:
             return False
         exchanges = (bucket.compressed for bucket in self.groups[0].buckets)
-        return not all(isinstance(one, LowMemoryExchange) and one.reversible for one in exchanges)
+        return any(isinstance(one, LowMemoryExchange) and not one.reversible for one in exchanges)
 
     @override
     def parameter_state(self) -> ParameterState:
@@ -210,12 +210,13 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         (group,) = self.groups
         if group.local is None or group.local.in_sync:
             self._storage.take_over_written(in_sync=True)
-        return slices(group, self.names, self.comm.rank)
+        return slices(group, self.names, self._parameters.exchange_comm.rank)
 
     @override
     def counters(self) -> dict[str, Any]:
         storage = self._storage
-        return {**super().counters(), **(storage.counters() if isinstance(storage, OwnedStorage) else {})}
+        found = super().counters() | {"nodes": self._parameters.saved_nodes}
+        return found | (storage.counters() if isinstance(storage, OwnedStorage) else {})
 
     @override
     def check(self, source: SliceSource, nodes: Sequence[int] | None = None) -> None:
@@ -226,7 +227,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
                 "this state has parameters that entered later and freeze on their own, which sharded state cannot do: "
                 "load it at stage 0"
             )
-        super().check(source)
+        super().check(source, self._parameters.saved_nodes)
         for one in self._parameters.masters if "weight" not in source.kinds() else ():
             for run in one.runs if one.separate else ():
                 check_saved(source, "master", self.names[run.parameter])
@@ -241,7 +242,8 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         if isinstance(self._storage, OwnedStorage):
             self._storage.load_counters(saved)
         if groups:  # else the run had not begun
-            self._load_groups(source, [{**groups[0], "scalars": _merged(groups)}])
+            of_all = {**groups[0], "scalars": _merged(groups)}
+            self._load_groups(source, [of_all], self._parameters.saved_nodes)
         self._prepare()
 
     def _can_go_on_as(self, groups: Sequence[Mapping[str, Any]]) -> bool:

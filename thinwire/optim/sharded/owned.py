@@ -75,9 +75,9 @@ class OwnedStorage(Storage):
                     of_run = {name: values[run.place] for name, values in state.items()}
                     owned.add(run.parameter, view, average[run.place], of_run)
         algorithm.absorb_owned(owned.in_order(), self._clock)
-        for bucket, of_bucket in zip(self.buckets, published, strict=True):
+        for bucket, weights, of_bucket in zip(self.buckets, self._common_weights, published, strict=True):
             for name, values in of_bucket.items():
-                self._wire.comm.all_gather(bucket.state[name], values.to(bucket.state[name].dtype))
+                weights.bucket.gathering.all_gather(bucket.state[name], values.to(bucket.state[name].dtype))
 
     def _settle(self, algorithm: LocalSteps, absent: Collection[int]) -> None:
         """Have what takes whole parameters done to published state, in fp32 and the parameters' shapes."""

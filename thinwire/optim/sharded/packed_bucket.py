@@ -14,12 +14,13 @@ from typing_extensions import override
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import CastCodec, Codec
 from thinwire.compress.exchange import EncodePart, held_coordinates
+from thinwire.compress.hierarchical_exchange import LowMemoryNodes
 from thinwire.compress.kernels import bucket_reference
 from thinwire.compress.kernels.buckets import EncodePackedPayload, MovePacked, PackedState, Segments
 from thinwire.compress.kernels.calls import StoreRounded
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.kernels.reference import decode_blocks, encode_decoded
-from thinwire.compress.light_exchanges import ExchangeToOwners, LowMemoryExchange
+from thinwire.compress.light_exchanges import ExchangeToOwners, PacketsExchange
 from thinwire.compress.packet_layout import CODE_BITS, HEADER_BYTES
 from thinwire.optim import storage
 from thinwire.optim.bucket import Bucket, Shared, part_of
@@ -38,7 +39,7 @@ class PackedBucket(Bucket):
     `codes`, 8 bits, its residual, and the weights' replica; master weights and the owner's residual are the owner's.
     `own_momenta`: u of the own shard before this step and after it, if the algorithm asks for more than the form says.
     One kernel each makes packets of packets, and moves weights by them, of sign1; those of other codecs are decoded
-    first.
+    first, and by node those of every codec, as sums of nodes leave.
     """
 
     def __init__(self, master_weights: MasterWeights, shared: Shared, state: dict[str, Tensor]) -> None:
@@ -72,7 +73,7 @@ class PackedBucket(Bucket):
 
     @property
     @override
-    def compressed(self) -> LowMemoryExchange:
+    def compressed(self) -> PacketsExchange:
         return self._legs
 
     @property
@@ -121,7 +122,7 @@ class PackedBucket(Bucket):
     def _encoder(self) -> EncodePart | None:
         gradients = [self._gradients.get(number) for number in self._numbers]
         factors, state, legs = self.payload_factors(), self._packed_state(), self._legs
-        if legs.codec.name != _FUSED:
+        if legs.codec.name != _FUSED or isinstance(legs, LowMemoryNodes):
             legs.codec.decode(self.momentum, legs.payload, self.layout.numel)
             bucket_reference.write_packed_payload(
                 legs.payload, self.codes, self.segments, gradients, *factors, tables=self._tables
@@ -314,13 +315,13 @@ def publish(bucket: FlatBucket, codec: Codec, u: Tensor, own_codes: Tensor, rang
     """Give the own shard of u, fp32 [shard], and of the codes to all ranks; what u's packets lost is left in it."""
     layout = bucket.layout
     codes = torch.empty(layout.padded_numel, dtype=torch.uint8, device=u.device)
-    bucket.comm.all_gather(codes, own_codes)
+    bucket.gathering.all_gather(codes, own_codes)
     own = torch.zeros(1, codec.packet_bytes(layout.shard), dtype=torch.uint8, device=u.device)
     first, last = bucket.own_range
     codec.encode(u, None, own, last - first)
     u.masked_fill_(own_codes == 0, 0.0)
     momentum = torch.empty(layout.world_size, own.shape[1], dtype=torch.uint8, device=u.device)
-    bucket.comm.all_gather(momentum.view(-1), own.view(-1))
+    bucket.gathering.all_gather(momentum.view(-1), own.view(-1))
     return FrozenState(momentum, codes, ranges[[slot.parameter for slot in layout.slots]], u)
 
 
