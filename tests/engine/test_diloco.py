@@ -1,6 +1,8 @@
 """DiLoCo by name: workers that train by themselves under the engine, what they evaluate, skip, save and export."""
 
 import math
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,8 +13,11 @@ import thinwire
 from tests.engine import tiny
 from tests.engine.tiny import BF16, at_stages, equal, loss_of, make_engine, settings, train, train_same_data, weights
 from tests.launching import on_threads
+from tests.optim.diloco.tower import meeting, together
 from thinwire.comm import Communicator, threads
 from thinwire.engine import Engine
+
+__all__ = ["meeting"]
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 PARAMS: dict[str, Any] = {
@@ -183,6 +188,91 @@ def test_nodes_shard_their_state() -> None:
 def test_what_does_not_go_with_it_is_refused(comm: Communicator, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_engine(comm, config)
+
+
+# Workers that come and go
+
+
+SCHEDULE = {"type": "StepLR", "params": {"step_size": 5, "gamma": 0.5}}
+ELASTIC = {"address": "here:1", "timeout": 60.0, "join_timeout": 60.0, "silence": 20.0}
+
+
+def elastic_engine(seed: int = 0, **changes: Any) -> Any:
+    params = {"elastic": {"workers": 2, **ELASTIC, **changes}, "fragments": 1, "overlap": 0}
+    return make_engine(threads.single(60.0), diloco(params=params, scheduler=SCHEDULE), seed)
+
+
+def go_on(engine: Any, data: int, until: int) -> None:
+    while engine.global_steps < until:
+        engine.backward(loss_of(engine, data, engine.global_steps))
+        engine.step()
+
+
+def end(engine: Any) -> Any:
+    """What is trained, the rate and the step."""
+    engine.optimizer.synchronize()
+    trained = weights(engine.module)
+    del trained["frozen"]
+    return trained, engine.get_lr(), engine.global_steps
+
+
+def test_a_worker_that_joins_begins_at_the_jobs_step_and_rate() -> None:
+    """What another one exports before are the common weights, and it goes on."""
+    come = threading.Event()
+
+    def stays(data: int) -> Any:
+        engine = elastic_engine()
+        go_on(engine, data, 10)
+        own = weights(engine.module)
+        exported = engine.whole_state_dict()
+        assert equal(weights(engine.module), own)
+        assert not torch.equal(exported["mix.weight"], own["mix.weight"])
+        go_on(engine, data, 11)
+        come.set()
+        while not engine.optimizer._home.membership.wanted:
+            time.sleep(0.01)
+        go_on(engine, data, 20)
+        assert engine.optimizer.workers == 3
+        return end(engine)
+
+    def joins() -> Any:
+        assert come.wait(60)
+        engine = elastic_engine(seed=1)
+        assert (engine.global_steps, engine.get_lr()) == (12, [pytest.approx(3e-3 * 0.5**2)])
+        go_on(engine, 2, 20)
+        return end(engine)
+
+    first, *others = together([lambda: stays(0), lambda: stays(1), joins])
+    assert first[1:] == ([pytest.approx(3e-3 * 0.5**4)], 20)
+    for other in others:
+        assert equal(other[0], first[0])
+        assert other[1:] == first[1:]
+
+
+def test_elastic_workers_go_on_from_folders_of_their_own_bit_for_bit(tmp_path) -> None:
+    def run(worker: int, job: str) -> Any:
+        engine = elastic_engine(seed=len(job), job=job)
+        if job == "resumed":
+            assert engine.load_checkpoint(tmp_path / str(worker))[0]
+            assert engine.global_steps == engine.optimizer.steps == 10
+        go_on(engine, worker, 10)
+        if job == "saving":
+            engine.save_checkpoint(tmp_path / str(worker))
+        go_on(engine, worker, 18)
+        return end(engine)
+
+    wanted = together([lambda: run(0, "saving"), lambda: run(1, "saving")])
+    for (ours, *others), (theirs, *expected) in zip(
+        together([lambda: run(1, "resumed"), lambda: run(0, "resumed")]), reversed(wanted), strict=True
+    ):
+        assert equal(ours, theirs)
+        assert others == expected
+
+
+def test_samples_of_elastic_workers_are_not_dealt_by_a_loader() -> None:
+    config = diloco(params={"elastic": {"workers": 2, **ELASTIC}})
+    with pytest.raises(ValueError, match="ElasticSampler"):
+        make_engine(threads.single(60.0), config, training_data=[torch.ones(16)] * 20)
 
 
 def test_overlap_comm_has_no_effect() -> None:

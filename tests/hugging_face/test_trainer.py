@@ -68,6 +68,9 @@ def test_what_an_optimizer_without_an_engine_refuses(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             check_optimizer(one, SimpleNamespace(world_size=ranks, max_grad_norm=0.0, fp16=fp16))
+    elastic = {"optimizer": {"type": "DiLoCo", "params": {"elastic": {"workers": 2}}}}
+    with pytest.raises(ValueError, match="the Trainer counts steps and saves by itself"):
+        make(tmp_path, elastic)
     with pytest.raises(CheckpointError, match=r"train without resume_from_checkpoint"):
         load_optimizer(optimizer, tmp_path, TAG, NOTHING_TO_GO_ON_FROM)
 

@@ -19,7 +19,7 @@ from thinwire.deepspeed.parameters.sharded import PREPARED
 from thinwire.engine import Engine, EngineConfig
 from thinwire.engine.checkpoint.manifest import rank_file
 from thinwire.engine.config.rules import resized
-from thinwire.engine.data import ResumableLoader, make_loader
+from thinwire.engine.data import ResumableLoader, make_loader, refuse_elastic_data
 from thinwire.engine.job import Job
 from thinwire.engine.job_checkpoints import JobCheckpoints
 from thinwire.engine.optimizers import CallError
@@ -146,6 +146,8 @@ class TrainingEngine(Engine):
             )
         if route not in ("train", "eval", "predict"):
             raise ValueError(f'route is "train", "eval" or "predict", not {route!r}')
+        if self._optimizer.comes_and_goes:
+            refuse_elastic_data()
         return make_loader(
             dataset,
             self.settings,

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -345,6 +345,15 @@ def make_loader(
         collate_fn=collate_fn,
         num_workers=num_workers,
         pin_memory=pin_memory and device.type == "cuda",
+    )
+
+
+def refuse_elastic_data() -> NoReturn:
+    """Raise ValueError: workers come and go, and every one would be dealt the same samples."""
+    raise ValueError(
+        "a loader of the engine deals samples to the ranks of one worker, and with elastic every worker would read the "
+        "same: leave training_data out, and read torch.utils.data.DataLoader(dataset, batch_size, "
+        "sampler=thinwire.ElasticSampler(engine.optimizer, len(dataset)))"
     )
 
 

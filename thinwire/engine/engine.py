@@ -17,6 +17,7 @@ from thinwire.engine.job_checkpoints import JobCheckpoints, Parts
 from thinwire.engine.loss_scale import LossScale, NonFiniteError
 from thinwire.engine.model import warn_of_another_size
 from thinwire.engine.optimizers import NoOptimizer
+from thinwire.engine.recipe import move_schedule
 from thinwire.engine.reports import JobReports, StepSummary
 from thinwire.zero.fsdp import Preparation
 from thinwire.zero.rank_checks import broadcast_from_rank_0
@@ -57,8 +58,7 @@ class Engine:
         self.device = job.device
         self.global_steps = 0
         self.global_samples = 0
-        self.skipped_steps = 0
-        self.micro_steps = 0
+        self.skipped_steps = self.micro_steps = 0
         self.loaded_checkpoint_dp_world_size: int | None = None
         self.loss_scaler: LossScale | None = job.loss_scale
         self._grad_norm: float | None = None
@@ -77,6 +77,10 @@ class Engine:
         self._seen_batch = False
         self._backwards.begin_step()
         self._data_position = self._position_of_data()  # as of the last step
+        self._scheduled = 0  # steps of an elastic job's schedule
+        if self._optimizer.comes_and_goes:  # a worker that joins begins where the others are
+            self.global_steps = self._optimizer.steps
+            self._scheduled = move_schedule(self.lr_scheduler, 0, self.global_steps, {})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, tensors among the inputs moved to its device and, floating-point ones, to its dtype."""
@@ -319,6 +323,7 @@ class Engine:
         if not load_module_only:
             for name in _PROGRESS:
                 setattr(self, name, found.shared["progress"][name])
+            self._scheduled = self.global_steps
             # Accumulation may be configured otherwise now; checkpoints lie on boundaries.
             self.micro_steps = self.global_steps * self.settings.gradient_accumulation_steps
             self._reports.steps = self.global_steps
@@ -365,14 +370,17 @@ class Engine:
         outcome = self._optimizer.last_step
         self._applied = outcome.applied
         self._grad_norm = None if outcome.applied and math.isnan(outcome.grad_norm) else outcome.grad_norm
-        self.global_steps += 1
-        self.global_samples += (
-            self._accumulation.micro_batches * self.settings.train_micro_batch_size_per_gpu * self.comm.size
-        )
         alone = self._optimizer.steps_alone
+        if self._optimizer.comes_and_goes:
+            self.global_steps = self._optimizer.steps
+            self._scheduled = move_schedule(self.lr_scheduler, self._scheduled, self.global_steps, lr_kwargs)
+        else:
+            self.global_steps += 1
+            if self.lr_scheduler is not None and (outcome.applied or alone):  # else a worker's rate would fall behind
+                self.lr_scheduler.step(**lr_kwargs)
+        samples = self._accumulation.micro_batches * self.settings.train_micro_batch_size_per_gpu
+        self.global_samples += samples * self.comm.size
         self.skipped_steps += not outcome.applied
-        if self.lr_scheduler is not None and (outcome.applied or alone):  # else a worker's rate would fall behind
-            self.lr_scheduler.step(**lr_kwargs)
         done = self.global_steps, self.global_samples, self.skipped_steps
         scale = None if self.loss_scaler is None else self.loss_scaler.value
         summary = StepSummary(*done, self.settings.train_batch_size, self.get_lr(), self._grad_norm, scale)

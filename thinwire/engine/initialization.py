@@ -21,7 +21,7 @@ from thinwire.engine.activation_checkpointing import ActivationCheckpoints, chec
 from thinwire.engine.config import EngineConfig, load_config
 from thinwire.engine.config.models import CommsLoggerConfig
 from thinwire.engine.config.rules import total_steps
-from thinwire.engine.data import ResumableLoader, make_loader
+from thinwire.engine.data import ResumableLoader, make_loader, refuse_elastic_data
 from thinwire.engine.engine import Engine
 from thinwire.engine.job import Job, ModelNames, agree_on_config, agree_on_model
 from thinwire.engine.job_checkpoints import JobCheckpoints
@@ -122,6 +122,8 @@ def _asked_for(given: Given, model: nn.Module, settings: EngineConfig) -> Recipe
             "there is a schedule and no optimizer: pass one to thinwire.initialize, or give the configuration an "
             '"optimizer" section, for example {"type": "AdamW", "params": {"lr": 1e-4}}'
         )
+    if recipe is not None and recipe.elastic and given.training_data is not None:
+        refuse_elastic_data()
     return recipe
 
 

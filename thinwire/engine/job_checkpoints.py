@@ -150,6 +150,12 @@ class JobCheckpoints:
         """All weights, in the dtypes that the model computes in, and buffers, on rank 0; nothing on other ranks."""
         optimizer = self._job.optimizer
         optimizer.wait_for_weights()
+        if optimizer.comes_and_goes and optimizer.in_training:  # synchronised, its part in the job would end
+            optimizer.eval()
+            try:
+                return {name: one.clone() for name, one in self.whole_weights().items()}
+            finally:
+                optimizer.train()
         if not optimizer.steps_alone or optimizer.in_training:  # else they are shown already, and what was evaluated
             optimizer.synchronize_weights()
         tensors = {}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from thinwire import comm as communication
 from thinwire.comm import Communicator, LoggedCommunicator, Traffic
 from thinwire.comm.agreement import on_every_rank
+from thinwire.comm.elastic import Elastic
 from thinwire.comm.launchers import detect
 from thinwire.engine.config import EngineConfig
 from thinwire.engine.config.models import ZeroConfig
@@ -106,6 +107,8 @@ class OptimizerBuilder:
             options |= {"comm": comm, **self._common_options(comm), **clipping}
         if isinstance(what, LocalUpdates):
             options["inside"] = {name: options.pop(name) for name in ("bucket_bytes", "averaging")}
+            if recipe.elastic:
+                options["elastic"] = Elastic(**options["elastic"])
             return DiLoCo(recipe.parameters, what.inner, **options, **what.inner_options)
         if isinstance(what, OptimizerEntry):
             options |= {"resync_interval": config.thinwire.resync_interval, **(offloading if what.offloads else {})}
@@ -221,7 +224,8 @@ class NoOptimizer:
     """
 
     last_step = NOT_STEPPED
-    steps_alone = False
+    steps_alone = comes_and_goes = False
+    steps = 0
     in_training = True
 
     def __init__(self, traffic: Traffic | None) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,11 @@ class Recipe:
     optimizer: OptimizerClass | OptimizerEntry | LocalUpdates
     options: dict[str, Any]
     passed_over: int = 0
+
+    @property
+    def elastic(self) -> bool:
+        """Whether workers come and go."""
+        return isinstance(self.optimizer, LocalUpdates) and self.options.get("elastic") is not None
 
     def trains(self) -> set[int]:
         """The ids of the parameters that the optimizer will hold."""
@@ -188,6 +194,15 @@ def make_schedule(
     if isinstance(optimizer, CompressedOptimizer):
         optimizer.check_schedule(schedule, total_steps(config))
     return schedule
+
+
+def move_schedule(schedule: LRScheduler | None, taken: int, until: int, options: Mapping[str, Any]) -> int:
+    """Step a schedule that has taken so many steps until it has taken `until`, at least; how many it has now."""
+    with warnings.catch_warnings():  # of a schedule that moves before its optimizer, as that of a worker who joins
+        warnings.filterwarnings("ignore", "Detected call of", UserWarning)
+        for _ in range(taken, until if schedule is not None else taken):
+            schedule.step(**options)  # type: ignore[union-attr]
+    return max(taken, until)
 
 
 def _find_schedule(

@@ -21,6 +21,7 @@ from thinwire.hugging_face.acceleration import check_engine_arguments, leave_mod
 from thinwire.hugging_face.filled_config import TrainerConfig
 from thinwire.lazy_imports import provided
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
+from thinwire.zero.training_loops import refuse_late_workers
 
 TAG = "thinwire"
 """The folder's name."""
@@ -54,6 +55,8 @@ class EngineTraining:
             config = TrainerConfig(source)
             check_engine_arguments(arguments, self._comm.size, config.names_schedule)
             settings = config.complete(arguments, arguments.max_steps if arguments.max_steps > 0 else None)
+            if settings.optimizer is not None and settings.optimizer.params.get("elastic"):
+                refuse_late_workers("the Trainer")
             if settings.activation_checkpointing.modules and arguments.activation_checkpointing:
                 raise ValueError(
                     '"activation_checkpointing.modules" and activation_checkpointing=True of TrainingArguments would '

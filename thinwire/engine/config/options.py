@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
+from thinwire.comm.elastic import Elastic
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import CodecName
 from thinwire.engine.schedules import schedule_names
@@ -24,6 +25,7 @@ from thinwire.optim.settings import (
     Count,
     NotNegative,
     OptionModel,
+    Positive,
     Share,
     WholeNumber,
     as_tuple,
@@ -131,6 +133,18 @@ class _Lamb(OptionModel):
         return self
 
 
+class _Elastic(OptionModel):
+    """Arguments of thinwire.Elastic."""
+
+    workers: Count
+    min_workers: Count = 1
+    address: str | None = None
+    job: str = "job"
+    timeout: Positive = 300.0
+    join_timeout: Positive = 1800.0
+    silence: Positive = 10.0
+
+
 class LocalUpdatesOptions(OptionModel):
     """Arguments of DiLoCo, its "inner" apart."""
 
@@ -148,11 +162,7 @@ class LocalUpdatesOptions(OptionModel):
     stage: Literal[None] = only(None, 'it is "zero_optimization.stage", inside a worker of several ranks')
     max_norm: Annotated[Literal[0] | None, BeforeValidator(without_exponent)] = only(0, 'use "gradient_clipping"')
     param_dtype: Literal[None] = only(None, 'use "bf16" or "fp16"')
-    elastic: Literal[None] = only(
-        None,
-        "the engine counts steps, gives out data and names checkpoints as if its ranks stayed. Train workers that come "
-        "and go in a loop of your own, with thinwire.DiLoCo(..., elastic=thinwire.Elastic(...))",
-    )
+    elastic: _Elastic | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -167,6 +177,8 @@ class LocalUpdatesOptions(OptionModel):
                 'single steps, "every" 1, and for codecs too coarse to find it, "stat2" and "sign1"'
             )
         make_codec(self.codec, self.block_size)
+        if self.elastic is not None:
+            Elastic(**self.elastic.model_dump())
         return self
 
 
