@@ -85,45 +85,55 @@ def test_bytes_of_adam_on_shards(ranks: int, stage: int) -> None:
 
 
 FORMS = [(method.algorithm, method.stage) for method in methods_for(ethernet()) if method.entry is not None]
+BY_NODE = [(name, stage, dtype, True) for name, stage in FORMS if stage for dtype in ("bf16", "fp32")]
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "stage", "dtype"),
-    [*((*form, "bf16") for form in FORMS), *((name, stage, "fp32") for name, stage in FORMS if stage < 2)],
+    ("algorithm", "stage", "dtype", "by_node"),
+    [
+        *((*form, "bf16", False) for form in FORMS),
+        *((name, stage, "fp32", False) for name, stage in FORMS if stage < 2),
+        *(one for one in BY_NODE if one[0] != "onebit-muon"),
+    ],
 )
-def test_every_optimizer_of_the_registry(algorithm: str, stage: int, dtype) -> None:
+def test_every_optimizer_of_the_registry(algorithm: str, stage: int, dtype, by_node: bool) -> None:
     """Bytes of a warm and of a compressed step, and what is held then, gradients dropped; formulas know no padding."""
-    ranks, method = 3, Method(algorithm, stage)
+    cluster, nodes = (ethernet(2, 2), [0, 0, 1, 1]) if by_node else (ethernet(3), [0, 1, 2])
+    bucket_bytes = BUCKET_BYTES * (LAYERS if by_node else 1)  # of which shards of 4 ranks are hardly padded
+    method = Method(algorithm, stage, hierarchical=by_node)
     entry = method.entry
     assert entry is not None
     param_dtype = None if dtype == "fp32" else torch.bfloat16
     freeze = {} if entry.freeze_option is None else {entry.freeze_option: 3}
 
-    def rank(comm: Communicator) -> tuple[list[int], list[int]]:
+    def rank(comm: Communicator) -> tuple[list[int], list[int], int]:
         model = make_model()
-        options = {"comm": comm, "stage": stage, "bucket_bytes": BUCKET_BYTES, "param_dtype": param_dtype, **freeze}
+        options = {"comm": comm, "stage": stage, "bucket_bytes": bucket_bytes, "param_dtype": param_dtype, **freeze}
+        options["nodes"] = nodes
         optimizer = entry.load()(model.named_parameters(), **options)
-        sent, held = [optimizer.bytes_sent], []
+        sent, held, between = [optimizer.bytes_sent], [], []
         for _ in range(6):
             model(torch.randn(7, WIDTH, dtype=param_dtype)).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             sent.append(optimizer.bytes_sent)
             held.append(sum(live_tensor_bytes(model, optimizer).values()))
-        return [after - before for before, after in itertools.pairwise(sent)], held
+            between.append(optimizer.bytes_sent_between_nodes)
+        return [after - before for before, after in itertools.pairwise(sent)], held, between[5] - between[4]
 
-    (sent, held), *_ = threads.run(rank, ranks)
-    run = Schedule(100, 0.5, bucket_bytes=BUCKET_BYTES, resync_interval=10**9)
-    prediction = predict(Workload(MODEL, 0.1, 0.2, dtype=dtype), ethernet(ranks), method, run)
+    (sent, held, between), *_ = threads.run(rank, len(nodes))
+    run = Schedule(100, 0.5, bucket_bytes=bucket_bytes, resync_interval=10**9)
+    prediction = predict(Workload(MODEL, 0.1, 0.2, dtype=dtype), cluster, method, run)
     first, *_ = prediction.phases.values()
     compressed = prediction.phases["1-bit gradients" if entry.local_steps else [*prediction.phases][-1]]
     assert sent[1] == pytest.approx(first.bytes_sent, rel=0.02)
     assert sent[5] == pytest.approx(compressed.bytes_sent, rel=0.02)
+    assert between * cluster.ranks_per_node == pytest.approx(compressed.bytes_between, rel=0.02)
     moments = [(0.0, 5, 0.05)]
     if stage == 0 and entry.freeze_option and not entry.local_steps:
         moments.append((1.0, 1, 0.1))  # before the freeze
     for warmup, step, error in moments:
-        run = predict(Workload(MODEL, 0.1, 0.2, dtype=dtype), ethernet(ranks), method, Schedule(100, warmup))
+        run = predict(Workload(MODEL, 0.1, 0.2, dtype=dtype), cluster, method, Schedule(100, warmup))
         assert held[step] == pytest.approx(run.memory_bytes - run.memory["gradients"], rel=error), warmup
 
 

@@ -170,6 +170,10 @@ class LowMemoryNodes(PacketsExchange, HierarchicalExchange):
         super().__init__(*between, **options)
         self.keeps_payload = False
 
+    @override
+    def revert(self) -> None:
+        self._payload = None  # which what came back was read into
+
 
 class NodesToOwners(ExchangeToOwners, HierarchicalExchange):
     """Leg 1 alone, by node. Its headers say what those inside the sender's node did, so that every rank knows all."""

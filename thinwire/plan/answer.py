@@ -79,7 +79,7 @@ def _code_for(method: Method, cluster: Cluster, schedule: Schedule, *, steps_giv
     if method.algorithm == ONEBIT_MUON:
         options.append(f'codec="{schedule.muon_codec}"')
         return f"thinwire.{method.entry.name}(model.named_parameters(), {', '.join(options)})"
-    if cluster.has_hierarchy and not method.stage and not method.hierarchical:
+    if cluster.has_hierarchy and not method.hierarchical:
         options.append('nodes="flat"')
     return f"thinwire.{method.entry.name}(model.parameters(), {', '.join(options)})"
 

@@ -269,10 +269,11 @@ def two_legs(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
     return to_owners(cluster, elements, codec) + from_owners(cluster, elements, codec)
 
 
-def to_owners_by_node(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
-    """The first leg by node: exact sums inside it, and between the nodes each rank's lane of them through the codec."""
+def to_owners_by_node(cluster: Cluster, elements: int, codec: CodecName, size: int = 4) -> Cost:
+    """The first leg by node: exact sums inside it, to which ranks send elements of `size` bytes, and between the nodes
+    each rank's lane of them through the codec."""
     lane, shard, packet = _lane(cluster, elements, codec)
-    cost = inside_nodes(cluster, "all_to_all", 4 * lane * cluster.ranks_per_node)
+    cost = inside_nodes(cluster, "all_to_all", size * lane * cluster.ranks_per_node)
     cost += _between_nodes(cluster, "all_to_all", cluster.nodes * packet)
     sums = lane * cluster.ranks_per_node * _SUM_BYTES / cluster.processor.memory
     return cost + Cost(sums + _averaging_seconds(cluster.processor, codec, lane, shard, cluster.nodes))
@@ -281,8 +282,13 @@ def to_owners_by_node(cluster: Cluster, elements: int, codec: CodecName) -> Cost
 def from_owners_by_node(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
     """The second: what owners have goes to every node, and there, as it came, to every rank."""
     _, shard, packet = _lane(cluster, elements, codec)
-    cost = _between_nodes(cluster, "all_gather", packet) + inside_nodes(cluster, "all_gather", cluster.nodes * packet)
-    return cost + Cost(_spreading_seconds(cluster.processor, codec, elements, shard))
+    return gather_by_node(cluster, packet) + Cost(_spreading_seconds(cluster.processor, codec, elements, shard))
+
+
+def gather_by_node(cluster: Cluster, nbytes: int) -> Cost:
+    """What each rank owns goes to every node once, and there to every rank."""
+    between = _between_nodes(cluster, "all_gather", nbytes)
+    return between + inside_nodes(cluster, "all_gather", cluster.nodes * nbytes)
 
 
 def hierarchical_exchange(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
@@ -292,9 +298,8 @@ def hierarchical_exchange(cluster: Cluster, elements: int, codec: CodecName) -> 
 
 def _lane(cluster: Cluster, elements: int, codec: CodecName) -> tuple[int, int, int]:
     """Elements of a rank's part of its node's sum, those of an owner's shard of it, and the bytes of one's packet."""
-    lane = shard_numel(elements, cluster.ranks_per_node, DEFAULT_BLOCK_SIZE)
-    shard = shard_numel(lane, cluster.nodes, DEFAULT_BLOCK_SIZE)
-    return lane, shard, codec_packet_bytes(codec, shard)
+    shard = shard_numel(elements, cluster.ranks, DEFAULT_BLOCK_SIZE)
+    return shard * cluster.nodes, shard, codec_packet_bytes(codec, shard)
 
 
 def _averaging_seconds(processor: Processor, codec: CodecName, elements: int, shard: int, owners: int) -> float:

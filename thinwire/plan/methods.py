@@ -35,8 +35,8 @@ class Method:
 
     `algorithm`: "ddp-fp32" and "ddp-bf16", torch's DDP with Adam, plain and with bf16_compress_hook; "powersgd", DDP
     with powerSGD_hook of `rank`; "sharded-adam", AdamW at ZeRO stages 1 to 3; "diloco", local steps; or one of
-    thinwire's other optimizers, as "onebit-adam". `hierarchical`: exact inside nodes, compressed between them, at stage
-    0; with DiLoCo nodes are the workers.
+    thinwire's other optimizers, as "onebit-adam". `hierarchical`: exact inside nodes, compressed between them; with
+    DiLoCo nodes are the workers.
     """
 
     algorithm: str
@@ -55,9 +55,8 @@ class Method:
             raise PlanError(f"a rank is given for powersgd and nothing else, got {self.rank!r} for {self.algorithm}")
         if self.rank is not None:
             require_whole("a PowerSGD rank", self.rank)
-        if self.hierarchical and (not self.sends_less or self.stage):
-            allowed = " and ".join((*_OWN, DILOCO))
-            raise PlanError(f"hierarchy is for {allowed} at stage 0, not {self.algorithm} at stage {self.stage}")
+        if self.hierarchical and not self.sends_less:
+            raise PlanError(f"hierarchy is for {' and '.join((*_OWN, DILOCO))}, not {self.algorithm}")
 
     @property
     def entry(self) -> registry.OptimizerEntry | None:
@@ -95,7 +94,7 @@ def methods_for(
             continue
         methods += [Method(algorithm, stage) for stage in _STAGES.get(algorithm, (0,))]
         if methods[-1].sends_less and cluster.has_hierarchy:
-            methods.append(Method(algorithm, hierarchical=True))
+            methods += [Method(algorithm, stage, hierarchical=True) for stage in _STAGES[algorithm]]
     return methods
 
 

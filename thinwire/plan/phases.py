@@ -16,6 +16,7 @@ from thinwire.plan.cluster import (
     everywhere,
     from_owners,
     from_owners_by_node,
+    gather_by_node,
     hierarchical_exchange,
     inside_nodes,
     to_owners,
@@ -129,18 +130,24 @@ class Setting:
         )
 
     def sharded_gradients(self, wire: WarmupWire = "fp32") -> Buckets:
-        """Gradients sent to their owners, in the weights' dtype unless a warmup's `wire` is another one."""
-        codec = _EXACT[self.workload.dtype if wire == "fp32" else wire]
+        """Gradients sent to their owners, in the weights' dtype unless a warmup's `wire` is another one; sums of nodes
+        in fp32 then."""
+        size = self.workload.element_bytes
+        if not self.method.hierarchical:
+            codec = _EXACT[self.workload.dtype if wire == "fp32" else wire]
+            return self.in_sharded_buckets(size, lambda elements: to_owners(self.cluster, elements, codec))
+        each = _FP32 if wire in ROUNDED_WIRES else size
         return self.in_sharded_buckets(
-            self.workload.element_bytes, lambda elements: to_owners(self.cluster, elements, codec)
+            size, lambda elements: to_owners_by_node(self.cluster, elements, _EXACT[wire], each)
         )
 
     def gathered(self, size: int) -> Buckets:
         """As many elements as there are weights, each of `size` bytes, sent by their owners to all."""
 
         def gather(elements: int) -> Cost:
-            shard = shard_numel(elements, self.cluster.ranks, DEFAULT_BLOCK_SIZE)
-            return everywhere(self.cluster, "all_gather", shard * size)
+            nbytes = shard_numel(elements, self.cluster.ranks, DEFAULT_BLOCK_SIZE) * size
+            by_node = self.method.hierarchical
+            return gather_by_node(self.cluster, nbytes) if by_node else everywhere(self.cluster, "all_gather", nbytes)
 
         return self.in_sharded_buckets(size, gather)
 

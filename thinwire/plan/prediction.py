@@ -86,13 +86,15 @@ def _one_bit_state(setting: Setting, entry: OptimizerEntry, *, warm: bool) -> di
         if entry.local_steps:  # their sum and, frozen, the weights that they began with: in 16 bits the master weights
             held["local updates"] = parameters * _FP32 * (1 + (not warm and size == _FP32))
         return held
+    lanes = cluster.ranks_per_node if method.hierarchical else 1
     if entry.local_steps or entry.freeze_option is None:
-        return _half_sharded(entry, parameters, size, ranks, warm=warm)
+        return _half_sharded(entry, parameters, size, ranks, lanes, warm=warm)
     if warm:
         held = model_state_formula(method.stage, parameters, ranks, element_bytes=size)
         owned = {"payload": parameters * _FP32 * 1.0, "average": parameters / ranks * _FP32}
-        return held | owned | {"residuals": owned["payload"]} if rounds else held
-    return frozen_state_formula(parameters, ranks, element_bytes=size, fresh_variance=fresh_variance)
+        lost = owned["payload"] * (2 / lanes if lanes > 1 else 1)  # of a lane, and the sum that becomes the next
+        return held | owned | {"residuals": lost} if rounds else held
+    return frozen_state_formula(parameters, ranks, element_bytes=size, fresh_variance=fresh_variance, lanes=lanes)
 
 
 def _owned_state(setting: Setting) -> dict[str, float]:
@@ -114,7 +116,9 @@ def _owned_state(setting: Setting) -> dict[str, float]:
     }
 
 
-def _half_sharded(entry: OptimizerEntry, parameters: int, size: int, ranks: int, *, warm: bool) -> dict[str, float]:
+def _half_sharded(
+    entry: OptimizerEntry, parameters: int, size: int, ranks: int, lanes: int, *, warm: bool
+) -> dict[str, float]:
     """Stage 1 of what cannot be packed, as it steps locally or not linearly in what comes back: only what a rank's own
     payloads begin with is whole on it."""
     shared = 1 / ranks
@@ -123,7 +127,7 @@ def _half_sharded(entry: OptimizerEntry, parameters: int, size: int, ranks: int,
         "masters": (0 if size == _FP32 else _FP32) * shared,
         "gradients": float(size),
         "optimizer state": float(_FP32),
-        "residuals": size + _FP32 * shared,
+        "residuals": (size if lanes == 1 else _FP32 / lanes) + _FP32 * shared,
     }
     if entry.local_steps:
         each["optimizer state"] += _FP32 * shared if warm else size

@@ -232,7 +232,13 @@ def model_state_formula(
 
 
 def frozen_state_formula(
-    parameters: int, world_size: int, *, element_bytes: int = 2, fresh_variance: bool = False, momentum_bits: int = 1
+    parameters: int,
+    world_size: int,
+    *,
+    element_bytes: int = 2,
+    fresh_variance: bool = False,
+    momentum_bits: int = 1,
+    lanes: int = 1,
 ) -> dict[str, float]:
     """Bytes a rank should hold, by category, at ZeRO stages 1 and 2.
 
@@ -245,13 +251,14 @@ def frozen_state_formula(
         element_bytes: of a parameter as the model sees it.
         fresh_variance: 1-bit LAMB's: another 4Ψ/N.
         momentum_bits: of an element, those of the codec that it is kept in.
+        lanes: by node, ranks of one: each keeps its lane of the worker residuals, in fp32.
     """
     shared = 1 / world_size
     each = {
         "weights": element_bytes,
         "masters": (0 if element_bytes == 4 else 4) * shared,
         "gradients": 0,
-        "residuals": element_bytes + 4 * shared,
+        "residuals": (4 / lanes if lanes > 1 else element_bytes) + 4 * shared,
         "optimizer state": 1 + momentum_bits / 8 + (4 * shared if fresh_variance else 0),
     }
     return {category: parameters * factor for category, factor in each.items()}

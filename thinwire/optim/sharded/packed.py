@@ -233,13 +233,17 @@ class PackedStorage(Storage):
     def model_state_bytes(self) -> dict[str, float]:
         """Compute the bytes that a rank holds, by what they are for."""
         sharded, ranks = self._sharded, self._wire.ranks
+        lanes = 1 if sharded.links is None else sharded.links.lanes
         size, numel = sharded.buckets[0].dtype.itemsize, sum(one.numel() for one in self._parameters.parameters)
         if self._clock.frozen:
             added = any(old is None for old in self._algorithm.frozen_state.values())
             name = self._wire.codec.name
             bits = CODE_BITS[name] if name in CODE_BITS else 8 * VALUE_BYTES[name]
-            return frozen_state_formula(numel, ranks, element_bytes=size, fresh_variance=added, momentum_bits=bits)
+            return frozen_state_formula(
+                numel, ranks, element_bytes=size, fresh_variance=added, momentum_bits=bits, lanes=lanes
+            )
         held, stage = sharded.gradient_bytes, sharded.sharding.stage
         found = model_state_formula(stage, numel, ranks, element_bytes=size, state_bytes=8, gradient_bytes=held)
         rounds = self._wire.rounds_averages  # from a payload, which becomes the next residual, to the own average
-        return found | ({"gradients": 4.0 * numel * (1 + 1 / ranks), "residuals": 4.0 * numel} if rounds else {})
+        lost = 4.0 * numel * (2 / lanes if lanes > 1 else 1)  # of a lane, and the sum that becomes the next
+        return found | ({"gradients": 4.0 * numel * (1 + 1 / ranks), "residuals": lost} if rounds else {})
