@@ -31,12 +31,12 @@ HARNESSES = {
     "drift": Harness("training.drift", 5000, 25),
     "kills": Harness("kills.run", 40, 0),
     "launched": Harness("launched.run", 40, 0),
-    "edits": Harness("edits.run", 2000, 25),
+    "edits": Harness("edits.run", 2000, 12),
     "threads": Harness("turns.threads", 150, 0),
     "interrupts": Harness("turns.interrupts", 220, 6),
     "forks": Harness("forks.run", 70, 0),
     "elastic": Harness("elastic.run", 50, 0),
-    "many_parameters": Harness("training.many_parameters", 10_000, 40),
+    "many_parameters": Harness("training.many_parameters", 10_000, 15),
 }
 
 

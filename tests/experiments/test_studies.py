@@ -17,7 +17,7 @@ import experiments.long_documents.__main__ as long_documents
 import experiments.long_sequences.__main__ as long_sequences
 import experiments.text_classification.__main__ as text_classification
 from experiments.lion.findings import find, sentences, titles
-from experiments.long_sequences import bert_memory, memory
+from experiments.long_sequences import bert_memory, memory, timing
 from experiments.long_sequences.bert_memory import grow
 from experiments.long_sequences.findings import times_faster
 from experiments.long_sequences.systems import (
@@ -197,6 +197,8 @@ def test_long_sequences_write_numbers_and_picture(
         _ = length > 512 or work(*arguments)
         return 10**9 + (2000 * length**2 if attention == "dense" else 10**5 * length)
 
+    monkeypatch.setattr(timing, "_MOST_ROUNDS", timing.FEWEST_ROUNDS)
+    monkeypatch.setattr(bert_memory, "_VOCABULARY", 400)
     for module in (memory, bert_memory):
         monkeypatch.setattr(module, "measure_alone", measure_here)
     sizes = "--lengths 256 512 --memory-lengths 256 --dense-limit 256 --materialised-limit 256"

@@ -45,7 +45,7 @@ def test_state_and_the_mean_of_the_residuals_go_to_another_number_of_ranks(
 
     def first(comm: Communicator):
         model, optimizer = subject.on_model(comm, moment, **options)
-        return save(comm, optimizer), train(model, optimizer, range(moment, moment + 20))
+        return save(comm, optimizer), train(model, optimizer, range(moment, moment + 8))
 
     parts, losses = zip(*threads.run(first, 3), strict=True)
     saved = join(list(parts))
@@ -56,7 +56,7 @@ def test_state_and_the_mean_of_the_residuals_go_to_another_number_of_ranks(
         optimizer.load(saved)
         assert optimizer.steps == moment
         resumed = save(comm, optimizer)
-        found = train(model, optimizer, range(moment, moment + 20))
+        found = train(model, optimizer, range(moment, moment + 8))
         optimizer.synchronize_weights()
         assert alike(comm, model)
         return resumed, found
@@ -108,7 +108,7 @@ def test_rank_0s_file_serves_any_number_of_ranks_which_are_told_what_it_lacks(su
         state = optimizer.state_dict()
         torch.testing.assert_close(state["state"], saved["optimizer"]["state"], rtol=0, atol=0)
         assert state["thinwire"]["counters"] == saved["optimizer"]["thinwire"]["counters"]
-        train(model, optimizer, range(moment, moment + 20))
+        train(model, optimizer, range(moment, moment + 8))
         optimizer.synchronize_weights()
         return weights(model)
 

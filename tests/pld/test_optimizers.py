@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.launching import on_threads
-from tests.pairwise import pairwise
 from tests.pld.models import WIDTH, Residual, Stack, batch, make_stack
 from thinwire.comm import Communicator, threads
 from thinwire.optim import registry
@@ -135,7 +134,7 @@ def test_the_step_is_the_same_with_fewer_bytes(kind: str) -> None:
         assert difference(*weights_of_first) < 0.25
 
 
-@pytest.mark.parametrize(("kind", "zeroed"), pairwise(["AdamW 0", "AdamW 1", "AdamW 2"], [False, True]))
+@pytest.mark.parametrize(("kind", "zeroed"), [("AdamW 1", False), *((f"AdamW {stage}", True) for stage in (0, 1, 2))])
 def test_accumulated_steps_are_the_same(kind: str, zeroed: bool) -> None:
     how = {"accumulations": (2,), "zeroed": zeroed}
     waited, left_out = threads.run(lambda comm: trained_both_ways(comm, kind, how)[0], 2)[0]
