@@ -1,6 +1,8 @@
 """Trainer and Accelerate as they are installed, with an optimizer and with the engine: two real processes for what
 ranks do together, one for what a Trainer that drives the engine refuses."""
 
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +13,20 @@ pytest.importorskip("accelerate")
 
 import torch
 import transformers
+from torch.utils.data import DataLoader
 
-from tests.hugging_face.tiny import KEEP_BEST, logged, make_arguments, make_model, make_samples
-from thinwire import OneBitAdam
+from tests.hugging_face.tiny import BATCH, KEEP_BEST, RATE, logged, make_arguments, make_model, make_samples
+from tests.optim.diloco.tower import meeting, together
+from thinwire import ElasticSampler, OneBitAdam, initialize
+from thinwire.comm import threads
 from thinwire.engine import CheckpointError, ConfigError, Engine
 from thinwire.engine.optimizer_checkpoints import load_optimizer
 from thinwire.hugging_face import Trainer, TrainerMixin, adapt
 from thinwire.hugging_face.acceleration import check_optimizer
 from thinwire.hugging_face.engine_training import NOTHING_TO_GO_ON_FROM, TAG
+from thinwire.hugging_face.mixin import _parameter_groups
+
+__all__ = ["meeting"]
 
 ONE_BIT = {"optimizer": {"type": "OneBitAdam"}}
 
@@ -35,6 +43,59 @@ def test_on_two_processes(jobs, tmp_path: Path, program: str) -> None:
 def make(folder: Path, config: Any = ONE_BIT, options: dict[str, Any] | None = None, **changes: Any) -> Trainer:
     arguments = make_arguments(folder, **{"lr_scheduler_type": "linear", **changes})
     return Trainer(make_model(), arguments, train_dataset=make_samples(32), thinwire_config=config, **(options or {}))
+
+
+ELASTIC: dict[str, Any] = {
+    "optimizer": {
+        "type": "DiLoCo",
+        "params": {"every": 4, "fragments": 1, "overlap": 0, "elastic": {"workers": 1, "address": "here:1"}},
+    }
+}
+
+
+def test_it_joins_an_elastic_job_late_and_ends_with_it(tmp_path: Path) -> None:
+    """The other worker trains with the engine alone. Then what the Trainer saved goes on as a new job."""
+    come, rates, last = threading.Event(), [], 12
+
+    def other() -> Any:
+        trainer = make(tmp_path / "other", ELASTIC, max_steps=last)
+        assert trainer._engine_training is not None
+        settings = trainer._engine_training.config.complete(trainer.args, last)
+        groups, comm = _parameter_groups(trainer), threads.single(60.0)
+        engine: Any = initialize(model=trainer.model, model_parameters=groups, config=settings, comm=comm)[0]
+        batches = iter(DataLoader(make_samples(32), BATCH, sampler=ElasticSampler(engine.optimizer, 32)))
+        while engine.global_steps < last:
+            if engine.global_steps == 6:
+                come.set()
+                while not engine.optimizer._home.membership.wanted:
+                    time.sleep(0.01)
+            engine.backward(engine(**next(batches)).loss)
+            engine.step()
+        engine.optimizer.synchronize()
+        return engine.module.state_dict()
+
+    class Records(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            rates.append((state.global_step, given["optimizer"].param_groups[0]["lr"]))
+
+    def joins() -> Any:
+        assert come.wait(60)
+        options = {"callbacks": [Records()]}
+        trainer = make(tmp_path / "late", ELASTIC, options, max_steps=last, save_strategy="steps", save_steps=10)
+        trainer.train()
+        assert trainer.state.global_step == last
+        return trainer.model.state_dict()
+
+    alone, late = together([other, joins])
+    assert rates == [(step, pytest.approx(RATE * (1 - step / last))) for step in range(8, last)]
+    assert all(torch.equal(one, late[name]) for name, one in alone.items())
+
+    again = ELASTIC["optimizer"]["params"] | {"elastic": {"workers": 1, "address": "here:1", "job": "again"}}
+    config = {"optimizer": {"type": "DiLoCo", "params": again}}
+    trainer = make(tmp_path / "again", config, {"callbacks": [Records()]}, max_steps=14)
+    rates.clear()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "late" / "checkpoint-10"))
+    assert [step for step, _ in rates] == [10, 11, 12, 13]
 
 
 def make_plain(folder: Path, optimizer: Any = (OneBitAdam, {}), **changes: Any) -> Trainer:
@@ -68,9 +129,8 @@ def test_what_an_optimizer_without_an_engine_refuses(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             check_optimizer(one, SimpleNamespace(world_size=ranks, max_grad_norm=0.0, fp16=fp16))
-    elastic = {"optimizer": {"type": "DiLoCo", "params": {"elastic": {"workers": 2}}}}
-    with pytest.raises(ValueError, match="the Trainer counts steps and saves by itself"):
-        make(tmp_path, elastic)
+    with pytest.raises(ValueError, match="load_best_model_at_end does not go with elastic"):
+        make(tmp_path, ELASTIC, **KEEP_BEST)
     with pytest.raises(CheckpointError, match=r"train without resume_from_checkpoint"):
         load_optimizer(optimizer, tmp_path, TAG, NOTHING_TO_GO_ON_FROM)
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.utils.data import Sampler
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from typing_extensions import override
 
 from thinwire import comm as communication
 from thinwire.comm.agreement import on_every_rank
@@ -20,8 +23,8 @@ from thinwire.engine.recipe import GivenSchedule
 from thinwire.hugging_face.acceleration import check_engine_arguments, leave_models_and_clipping
 from thinwire.hugging_face.filled_config import TrainerConfig
 from thinwire.lazy_imports import provided
+from thinwire.optim import ElasticSampler
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
-from thinwire.zero.training_loops import refuse_late_workers
 
 TAG = "thinwire"
 """The folder's name."""
@@ -50,13 +53,15 @@ class EngineTraining:
         self._arguments = arguments
         self._comm = communication.init()
         self.engine: Engine | None = None
+        self.elastic = False
 
         def check() -> TrainerConfig:
             config = TrainerConfig(source)
             check_engine_arguments(arguments, self._comm.size, config.names_schedule)
             settings = config.complete(arguments, arguments.max_steps if arguments.max_steps > 0 else None)
-            if settings.optimizer is not None and settings.optimizer.params.get("elastic"):
-                refuse_late_workers("the Trainer")
+            self.elastic = settings.optimizer is not None and bool(settings.optimizer.params.get("elastic"))
+            if self.elastic:
+                _check_elastic(arguments)
             if settings.activation_checkpointing.modules and arguments.activation_checkpointing:
                 raise ValueError(
                     '"activation_checkpointing.modules" and activation_checkpointing=True of TrainingArguments would '
@@ -159,6 +164,50 @@ class EngineTraining:
             self.running.load_checkpoint(checkpoint, TAG, load_module_only=weights_only)
         except CheckpointError as error:
             raise CheckpointError(f"{error}. {NOTHING_TO_GO_ON_FROM}") from error
+
+
+# Workers that come and go
+
+
+def _check_elastic(arguments: Any) -> None:
+    """Raise ValueError for TrainingArguments that do not go with workers that come and go."""
+    if arguments.world_size > 1:
+        raise ValueError(
+            f"under the Trainer an elastic worker is one process, got {arguments.world_size}: start each by itself, as "
+            "with python, or train nodes in a loop of your own"
+        )
+    if arguments.load_best_model_at_end:
+        raise ValueError(
+            "load_best_model_at_end does not go with elastic, whose weights are not one worker's to change: load the "
+            "best checkpoint after training"
+        )
+    arguments.ignore_data_skip = True  # what was claimed is not read again
+
+
+class ElasticSamples(Sampler[int]):
+    """What this worker claims of the job's samples, from when the engine is there, without end."""
+
+    def __init__(self, training: EngineTraining, dataset: Any, seed: int) -> None:
+        self._training, self._size, self._seed = training, len(dataset), seed
+
+    def __iter__(self) -> Iterator[int]:
+        optimizer: Any = self._training.running.optimizer
+        return iter(ElasticSampler(optimizer, self._size, seed=self._seed))
+
+
+class ElasticSteps(TrainerCallback):
+    """Has a Trainer count as the job does, which a worker joins late, or again."""
+
+    def __init__(self, training: EngineTraining) -> None:
+        self._training = training
+
+    @override
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        counted, state.global_step = state.global_step, self._training.running.global_steps
+        if state.global_step >= state.max_steps:
+            control.should_training_stop = True
+        elif counted >= state.max_steps:  # for which the Trainer has stopped
+            control.should_training_stop = False
 
 
 def adapt_accelerator_to_engine(accelerator: Accelerator, training: EngineTraining) -> None:

@@ -26,6 +26,8 @@ from thinwire.hugging_face.acceleration import (
 from thinwire.hugging_face.engine_training import (
     NOTHING_TO_GO_ON_FROM,
     TAG,
+    ElasticSamples,
+    ElasticSteps,
     EngineSchedule,
     EngineStep,
     EngineTraining,
@@ -74,6 +76,7 @@ class TrainerMixin(_Trainer):
     _thinwire_config: ThinwireConfig | None = None
     _engine_training: EngineTraining | None = None
     _saved_by: int | None = None  # ranks, what was resumed from
+    follows_workers: bool = False  # whether it counts as an elastic job does
 
     def __init__(self, *arguments: Any, thinwire_config: ThinwireConfig | None = None, **options: Any) -> None:
         self._thinwire_config = thinwire_config
@@ -154,6 +157,12 @@ class TrainerMixin(_Trainer):
 
     # The engine
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        training, dataset = self._engine_training, self.train_dataset if train_dataset is None else train_dataset
+        if training is None or not training.elastic:
+            return super()._get_train_sampler(train_dataset)
+        return ElasticSamples(training, dataset, self.args.seed)
+
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         training = self._engine_training
         if training is None:
@@ -177,7 +186,7 @@ class TrainerMixin(_Trainer):
             self.model,
             max_steps,
             optimizer=None if training.config.names_optimizer else self.create_optimizer(),
-            parameters=self._parameter_groups() if training.config.names_optimizer else None,
+            parameters=_parameter_groups(self) if training.config.names_optimizer else None,
             schedule=None if training.config.names_schedule else self.lr_scheduler or make_schedule,
         )
         self.model_wrapped = engine
@@ -186,21 +195,15 @@ class TrainerMixin(_Trainer):
         self.accelerator._optimizers.append(self.optimizer)  # which it asks whether steps were skipped
         if resume_from_checkpoint is not None:
             training.load(resume_from_checkpoint)
+        if training.elastic:
+            self.follows_workers = True
+            self.state.global_step = engine.global_steps
+            self.add_callback(ElasticSteps(training))
         check_freeze(engine.optimizer, engine.lr_scheduler, max_steps)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
         return engine, train_dataloader
-
-    def _parameter_groups(self) -> list[dict[str, Any]]:
-        """The Trainer's: what decays, and what does not."""
-        decaying = set(self.get_decay_parameter_names(self.model))
-        named = [(name, one) for name, one in self.model.named_parameters() if one.requires_grad]
-        groups = [
-            {"params": [one for name, one in named if name in decaying], "weight_decay": self.args.weight_decay},
-            {"params": [one for name, one in named if name not in decaying], "weight_decay": 0.0},
-        ]
-        return [group for group in groups if group["params"]]
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if self._engine is not None:
@@ -327,6 +330,17 @@ class TrainerMixin(_Trainer):
     def _stepped(self) -> Any:
         """The thinwire optimizer, by itself or the engine's."""
         return self._synchronized if self._engine is None else self._engine.optimizer
+
+
+def _parameter_groups(trainer: TrainerMixin) -> list[dict[str, Any]]:
+    """The Trainer's: what decays, and what does not."""
+    decaying = set(trainer.get_decay_parameter_names(trainer.model))
+    named = [(name, one) for name, one in trainer.model.named_parameters() if one.requires_grad]
+    groups = [
+        {"params": [one for name, one in named if name in decaying], "weight_decay": trainer.args.weight_decay},
+        {"params": [one for name, one in named if name not in decaying], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def _refuse_a_model_in_shards(trainer: TrainerMixin) -> None:

@@ -85,7 +85,8 @@ def refuse_late_workers(trainer: str) -> None:
     """Raise ValueError: `trainer` cannot train a worker that comes and goes."""
     raise ValueError(
         f"{trainer} counts steps and saves by itself, and a worker of an elastic job may join at a step that others "
-        "have reached: train DiLoCo with elastic= in a loop of your own, `while optimizer.steps < STEPS`, or without"
+        "have reached: train DiLoCo with elastic= in a loop of your own, `while optimizer.steps < STEPS`, or without; "
+        "thinwire.hugging_face.Trainer follows it with thinwire_config"
     )
 
 
@@ -94,9 +95,9 @@ def refuse_trainers() -> None:
     kinds = tuple(kind for name in _TRAINERS if (kind := getattr(sys.modules.get(name), "Trainer", None)) is not None)
     frame = sys._getframe(1) if kinds else None
     while frame is not None:
-        caller = type(frame.f_locals.get("self"))
-        if issubclass(caller, kinds):
-            refuse_late_workers(caller.__name__)
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, kinds) and not getattr(caller, "follows_workers", False):
+            refuse_late_workers(type(caller).__name__)
         frame = frame.f_back
 
 
