@@ -9,6 +9,7 @@ import hashlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -57,15 +58,23 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Form:
-    """An optimizer at a stage, its ranks threads of one process or `processes` on Gloo; `codec`: of an exact one."""
+    """An optimizer at a stage, its ranks threads of one process or `processes` on Gloo; `codec`: of an exact one. By
+    node there are two hosts of two ranks, else each rank is a worker."""
 
     optimizer: str
     stage: int
     processes: bool = False
     codec: CodecName | None = None
+    by_node: bool = False
 
     def __str__(self) -> str:
-        return f"{self.optimizer}-{self.stage}" + ("-processes" if self.processes else "") + (self.codec or "")
+        unusual = ("-processes" if self.processes else "") + (self.codec or "") + ("-nodes" if self.by_node else "")
+        return f"{self.optimizer}-{self.stage}{unusual}"
+
+    @property
+    def hosts(self) -> list[int]:
+        """The host of each rank, by number."""
+        return [0, 1, 1, 0] if self.by_node else [0] * RANKS
 
     @property
     def config(self) -> dict[str, Any]:
@@ -84,6 +93,9 @@ FORMS = [
     *(Form("AdamW", stage, codec="int4") for stage in (0, 1, 2)),
     Form("OneBitAdam", 1, processes=True),
     Form("AdamW", 3, processes=True),
+    *(Form("OneBitMuon", stage, by_node=True) for stage in (0, 1)),
+    *(Form("AdamW", stage, codec="int4", by_node=True) for stage in (0, 1)),
+    *(Form(name, 1, by_node=True) for name in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam", "OneBitLion")),
 ]
 
 
@@ -102,6 +114,7 @@ class Life:
 def train_on(world: Communicator, life: Life, ledger: int) -> None:
     """Resume, train to the end and save after every step; rank 0 tells the ledger of every step."""
     engine = make_engine(world, life.form.config)
+    assert not life.form.by_node or engine.optimizer.counters()["nodes"] == life.form.hosts
     if any(life.folder.glob("*")):
         engine.load_checkpoint(life.folder)
     if world.rank == 0:
@@ -131,10 +144,12 @@ def digest_of(engine: Engine) -> str:
 
 def live(life: Life, rank: int | None, port: int, ledger: int) -> None:
     """What a process does: one rank, or all of them where `rank` is None."""
+    hosts = life.form.hosts
     if rank is None:
-        threads.run(lambda world: train_on(world, life, ledger), RANKS, TIMEOUT)
+        socket.gethostname = lambda: f"host {hosts[communication.init().rank]}"  # where ranks look for nodes
+        threads.run(lambda world: train_on(world, life, ledger), len(hosts), TIMEOUT)
         return
-    place = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {"RANK": rank, "WORLD_SIZE": len(hosts), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()}
     world = communication.init(timeout=TIMEOUT, quiet=True)
     try:
@@ -149,7 +164,7 @@ def run_life(life: Life) -> tuple[list[str], bool]:
     """What the ledger of a job says, and whether the job was killed."""
     port = free_port()
     reader, writer = os.pipe()
-    ranks: list[int | None] = list(range(RANKS)) if life.form.processes else [None]
+    ranks: list[int | None] = [*range(len(life.form.hosts))] if life.form.processes else [None]
     processes = [fork(lambda rank=rank: live(life, rank, port, writer)) for rank in ranks]
     victim = processes[life.victim] if life.form.processes else processes[0]
     os.close(writer)
@@ -214,7 +229,7 @@ def kill_form(form: Form, count: int, seed: str) -> tuple[int, list[str]]:
             at_call = source.random() < 0.5
             call = source.randrange(MOST_CALLS) if at_call else None
             delay = None if at_call else source.random() * LONGEST_DELAY
-            life = Life(form, Path(temporary) / f"run-{runs}", call, delay, source.randrange(RANKS))
+            life = Life(form, Path(temporary) / f"run-{runs}", call, delay, source.randrange(len(form.hosts)))
             lines, killed = run_life(life)
             kills += killed
             runs += comparison.hear(lines)

@@ -35,8 +35,9 @@ def test_forks_of_a_rank_end_and_the_rank_goes_on(jobs: Jobs) -> None:
 
 
 @pytest.mark.launch
-def test_what_was_killed_goes_on_bit_for_bit(jobs: Jobs) -> None:
-    check(kills.run(2, seed=1, forms=[kills.Form("OneBitAdam", 1)], python=jobs.python), 2)
+@pytest.mark.parametrize("form", [kills.Form("OneBitAdam", 1), kills.Form("OneBitAdam", 1, by_node=True)], ids=str)
+def test_what_was_killed_goes_on_bit_for_bit(form: kills.Form, jobs: Jobs) -> None:
+    check(kills.run(2, seed=1, forms=[form], python=jobs.python), 2)
 
 
 @pytest.mark.launch
