@@ -237,6 +237,7 @@ LOCAL = [
     ({"inner": 3}, '"optimizer.params.inner" must be the section of an optimizer'),
     ({"evry": 3}, '"optimizer.params.evry" is not a parameter of DiLoCo. Did you mean "every"?'),
     ({"every": 4, "overlap": 4}, '"optimizer.params" cannot work: overlap must be a number of steps from 0'),
+    ({"mix": "carry", "overlap": 0}, 'mix "carry" wants an overlap of 1 or more'),
     ({"every": 1, "outer_lr": "auto"}, 'outer_lr "auto" follows .*: set a rate for single steps'),
     ({"outer_lr": "best"}, '"optimizer.params.outer_lr" must be a number, at least 0 or "auto" or null, got "best"'),
     ({"codec": "int3"}, '"optimizer.params.codec" must be "sign1" or'),

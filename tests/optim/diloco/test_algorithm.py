@@ -36,16 +36,17 @@ QHADAMW = partial(thinwire.optim.QHAdamW, betas=(0.98, 0.999))
     [
         *((workers, momentum, 1, 0, 0.0) for workers, momentum in ((1, 0.9), (2, 0.0), (3, 0.9))),
         *((workers, 0.9, 2, overlap, mix) for workers, overlap, mix in ((1, 1, 0.5), (3, 2, 0.25), (4, 5, 0.0))),
+        *((workers, 0.5, 2, workers, "carry") for workers in (1, 2, 3, 4)),
     ],
 )
 def test_it_is_algorithm_1_and_with_fragments_under_way_algorithm_2(
-    workers: int, momentum: float, fragments: int, overlap: int, mix: float
+    workers: int, momentum: float, fragments: int, overlap: int, mix: float | str
 ) -> None:
     threads.run(lambda comm: follows_the_published_algorithms(comm, momentum, fragments, overlap, mix), workers)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("options", [(0.9, 2, 2, 0.5), (0.9, 1, 0, 0.0), (0.0, 1, 1, 0.5)])
+@pytest.mark.parametrize("options", [(0.9, 2, 2, 0.5), (0.9, 1, 0, 0.0), (0.0, 1, 1, 0.5), (0.9, 2, 3, "carry")])
 def test_an_outer_rate_follows_the_correlation_of_outer_gradients(workers: int, options: tuple[Any, ...]) -> None:
     threads.run(lambda comm: follows_the_published_algorithms(comm, *options, outer_lr="auto"), workers)
 
@@ -244,7 +245,9 @@ BAD = [
     ({"overlap": -1}, ValueError, "overlap"),
     ({"fragments": 5}, ValueError, "fragments=5 for 4 layers"),
     ({"fragments": 0}, ValueError, "fragments"),
-    ({"mix": 1.0}, ValueError, "mix must be a number from 0 up to, not including, 1"),
+    ({"mix": 1.0}, ValueError, 'mix must be a number from 0 up to, not including, 1, or "carry", got 1.0'),
+    ({"mix": "carry", "overlap": 0}, ValueError, "wants overlap from 1 on, and does not go with elastic"),
+    ({"mix": "carry", "elastic": Elastic(workers=1, address="here:1")}, ValueError, "does not go with elastic"),
     ({"outer_lr": -0.1}, ValueError, "outer_lr"),
     ({"outer_lr": "best"}, ValueError, "outer_lr must be a number .*, or \"auto\", got 'best'"),
     ({"outer_lr": "auto", "every": 1}, ValueError, "got every=1: single steps"),
@@ -285,6 +288,7 @@ def test_options(comm: Communicator, options: dict[str, Any], error: type[Except
         ("codec", ("int8", "none")),
         ("block_size", (64, 128)),
         ("mix", (0.0, 0.5)),
+        ("mix", (0.0, "carry")),
         ("share", ({"exp_avg": 1}, {"exp_avg": 2})),
     ],
 )

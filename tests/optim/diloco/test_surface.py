@@ -264,6 +264,8 @@ NODES = [0, 0, 1, 1]
         (2, 7, thinwire.optim.Muon, {"share": {"momentum_buffer": 1}}),
         (1, 2, torch.optim.AdamW, {"share": {"exp_avg": 1}}),
         *((workers, 19, torch.optim.AdamW, {"outer_lr": "auto"}) for workers in (1, 2)),
+        *((workers, stop, torch.optim.AdamW, {"mix": "carry"}) for workers, stop in ((1, 4), (3, 5), (3, 7))),
+        (4, 4, torch.optim.AdamW, {"mix": "carry", "nodes": NODES, "param_dtype": torch.bfloat16}),
         (4, 20, torch.optim.AdamW, {"outer_lr": "auto", "nodes": NODES, "share": {"exp_avg": 2}}),
         (3, 14, torch.optim.AdamW, {"share": {"exp_avg": 1, "exp_avg_sq": 2}}),
         (4, 4, torch.optim.AdamW, {"nodes": NODES}),

@@ -34,14 +34,15 @@ def streaming(
     *,
     every: int,
     overlap: int,
-    mix: float,
+    mix: float | str,
     outer_lr: float | str,
     momentum: float,
     share: Mapping[str, int] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """The outer weights, and each worker's own, flat, after `steps`; `fragments`: places in the flat weights; `share`:
     state of which workers take the mean after every so many outer steps, of a single fragment without overlap;
-    `outer_lr`: or "auto", by which η (1 + μ / (1 - μ rho)) (1 - mix) = 1.
+    `mix`: or "carry", which keeps what was done in flight; `outer_lr`: or "auto", by which
+    η (1 + μ / (1 - μ rho)) (1 - mix) = 1.
 
     Algorithm 2; with one fragment, no overlap and mix 0, Algorithm 1. The outer optimizer is torch's own SGD.
     """
@@ -52,6 +53,8 @@ def streaming(
     optimizers = [torch.optim.SGD([one], lr=first, momentum=momentum, nesterov=momentum > 0) for one in outer]
     gradients: list[list[Tensor]] = [[] for _ in fragments]
     arriving: dict[tuple[int, int], Tensor] = {}
+    departed: dict[int, Tensor] = {}
+    taken = 1.0 if isinstance(mix, str) else 1 - mix
     for step in range(1, steps + 1):
         for worker, (replica, optimizer) in enumerate(zip(replicas, inner, strict=True)):
             optimizer.zero_grad()
@@ -61,13 +64,16 @@ def streaming(
         for number, places in enumerate(fragments):
             if (step - -(-(number + 1) * every // len(fragments))) % every == 0:
                 arriving[number, step + overlap] = outer[number].detach() - own[:, places].mean(0)
+                departed[number] = own[:, places].clone()
             if (gradient := arriving.pop((number, step), None)) is not None:
                 outer[number].grad = gradient
                 if outer_lr == "auto":
-                    optimizers[number].param_groups[0]["lr"] = 1 / (1 - mix) / long_run(gradients[number], momentum)
+                    optimizers[number].param_groups[0]["lr"] = 1 / taken / long_run(gradients[number], momentum)
                     gradients[number].append(gradient)
                 optimizers[number].step()
-                own[:, places] = mix * own[:, places] + (1 - mix) * outer[number].detach()
+                carried = own[:, places] - departed[number]
+                own[:, places] = (1 - taken) * own[:, places] + taken * outer[number].detach()
+                own[:, places] += carried if mix == "carry" else 0
         for replica, weights in zip(replicas, own, strict=True):
             torch.nn.utils.vector_to_parameters(weights, replica.parameters())
         for kind in (kind for kind, times in (share or {}).items() if step % (times * every) == 0):
@@ -183,7 +189,7 @@ def follows_the_published_algorithms(
     momentum: float = 0.9,
     fragments: int = 2,
     overlap: int = 2,
-    mix: float = 0.5,
+    mix: float | str = 0.5,
     outer_lr: float | str = 0.7,
 ) -> None:
     """Algorithm 2 of Streaming DiLoCo in float64, 5 outer steps of each fragment; Algorithm 1 of DiLoCo with one

@@ -153,7 +153,7 @@ class LocalUpdatesOptions(OptionModel):
     outer_momentum: Share = 0.9
     fragments: Count | Literal["auto"] = "auto"
     overlap: Annotated[WholeNumber, Field(ge=0)] | None = None
-    mix: Share | None = None
+    mix: Share | Literal["carry"] | None = None
     codec: CodecName = "int4"
     block_size: BlockSize = 2048
     nodes: list[Annotated[WholeNumber, Field(ge=0)]] | Literal["auto", "flat"] = "auto"
@@ -171,6 +171,8 @@ class LocalUpdatesOptions(OptionModel):
                 f"overlap must be a number of steps from 0 up to, not including, every={self.every}, got "
                 f"{self.overlap}: a fragment has to be back before it leaves again"
             )
+        if self.mix == "carry" and (self.overlap == 0 or self.every == 1 or self.elastic is not None):
+            raise ValueError('mix "carry" wants an overlap of 1 or more, and does not go with elastic')
         if self.outer_lr == "auto" and (self.every == 1 or self.codec in ("stat2", "sign1")):
             raise ValueError(
                 'outer_lr "auto" follows the correlation of what workers do in successive intervals: set a rate for '

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class ElasticHome(LocalHome):
         codec: Codec,
         timetable: Timetable,
         outer: OuterOptimizer,
-        mix: float,
+        mix: float | Literal["carry"],
     ) -> None:
         device = worker.parameters[0].device
         steps: list[OuterStep] = [Alone(one.numel, device) for one in fragments]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from typing_extensions import override
@@ -19,8 +19,9 @@ from thinwire.optim.diloco.fragments import Fragment, Timetable
 from thinwire.optim.diloco.outer import Arrived, OuterOptimizer, OuterState, OuterStep, UnderWay
 from thinwire.optim.diloco.outer_weights import OuterWeights, SharedStates
 from thinwire.optim.diloco.worker import Worker
+from thinwire.optim.home import ranks_to_resume
 from thinwire.zero.home import Home, ParameterState, StepResult, ring_bytes
-from thinwire.zero.saved_state import SavedSlice, SliceSource
+from thinwire.zero.saved_state import SavedSlice, SliceSource, mean_over_ranks
 from thinwire.zero.sharded_home import settings_digest
 
 
@@ -44,7 +45,7 @@ class LocalHome(Home):
         outer_steps: Sequence[OuterStep],
         timetable: Timetable,
         outer: OuterOptimizer,
-        mix: float,
+        mix: float | Literal["carry"],
         share: Mapping[str, int] | None = None,
         make_step: Callable[[Fragment, int, bool], OuterStep] | None = None,
     ) -> None:
@@ -73,7 +74,8 @@ class LocalHome(Home):
         self._timetable = timetable
         ranks = range(comm.size) if links is None else links.groups.node_of
         self._shared = SharedStates(share or {}, comm, list(ranks), worker, make_step)
-        self._mix = mix
+        self._carries = mix == "carry"
+        self._mix = mix if isinstance(mix, float) else 0.0
         self._before_first: Callable[[], None] | None = None
         worker.before_backwards(self._on_gradient)
 
@@ -166,7 +168,8 @@ class LocalHome(Home):
     @override
     def rank_tensors(self) -> dict[str, Tensor]:
         self._bring_all()
-        return self._checkpoint(self._saved_states()).rank_tensors()
+        departed = {f"departed.{one.fragment}": one.departed for one in self.under_way if one.departed is not None}
+        return self._checkpoint(self._saved_states()).rank_tensors() | departed
 
     @override
     def counters(self) -> dict[str, Any]:
@@ -184,7 +187,13 @@ class LocalHome(Home):
         found = source.counters().get("shared", {})
         found = {kind: (one["parameters"], one["positive"]) for kind, one in found.items()}
         self._shared.cut(found, self.fragments, self.outer_steps, self.weights)
-        self.steps, self.met_at, self.under_way = self._checkpoint(self._states()).load(source)
+        form = self._checkpoint(self._states())
+        self.steps, self.met_at, self.under_way = form.load(source)
+        ranks = ranks_to_resume(source, self.comm, form.nodes)
+        for one in self.under_way if ranks else ():
+            if self._carries and f"departed.{one.fragment}" in source.rank_keys(ranks[0]):  # type: ignore[index]
+                device = self.parameters[0].device
+                one.departed = mean_over_ranks(source, f"departed.{one.fragment}", ranks).to(device)  # type: ignore[arg-type]
         self.weights.note_met()
 
     @override
@@ -283,7 +292,9 @@ class LocalHome(Home):
         digest = settings_digest([{**vars(settings), "lost": lost}], number)
         pairs = [] if lost else self.weights.pairs(fragment)
         self.outer_steps[fragment].leave(pairs, number, digest, meet=meet)
-        self.under_way.append(UnderWay(fragment, self.steps))
+        carries = self._carries and not self.fragments[fragment].kind
+        departed = self.weights.replica(fragment) if carries else None
+        self.under_way.append(UnderWay(fragment, self.steps, departed=departed))
 
     def _announced(self) -> tuple[int, bool]:
         """The number that all ranks give the next outer step, and whether all have to meet after it."""
@@ -317,9 +328,8 @@ class LocalHome(Home):
                 )
         else:
             fragment = self.fragments[one.fragment]
-            self.weights.subtract(
-                one.fragment, arrived.update, 0.0 if fragment.kind else mix, self._shared.least(fragment)
-            )
+            own = 0.0 if fragment.kind else mix
+            self.weights.subtract(one.fragment, arrived.update, own, self._shared.least(fragment), one.departed)
             self.outer.follow(one.fragment, fragment.kind, arrived.update)
 
     def _bring_all(self) -> None:

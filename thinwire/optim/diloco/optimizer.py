@@ -68,7 +68,8 @@ class DiLoCo(SynchronizedOptimizer):
             Layer i is in fragment i modulo their number; embeddings and what else is in no layer fills them up to equal
             sizes. They leave at equal distances in time.
         overlap: τ, steps that a fragment is in flight while training goes on; by default 1, if `every` leaves room.
-        mix: how much of a worker's own weights remains in them when an outer step is taken in; by default 0.5 with
+        mix: how much of a worker's own weights remains in them when an outer step is taken in, or "carry", which keeps
+            what the worker has done since the fragment left (LOSCAR-SGD), and nothing else; by default 0.5 with
             overlap and 0 without.
         codec: what outer gradients go through: "none", "bf16", "fp16", "int8", "fp8", "int4", which lost nothing in
             published studies, "stat2" (2 bits), which cost about 1%, or "sign1", which does not hold. One worker sends
@@ -111,7 +112,7 @@ class DiLoCo(SynchronizedOptimizer):
         outer_momentum: float = 0.9,
         fragments: int | Literal["auto"] = "auto",
         overlap: int | None = None,
-        mix: float | None = None,
+        mix: float | Literal["carry"] | None = None,
         codec: CodecName = "int4",
         block_size: int = DEFAULT_BLOCK_SIZE,
         nodes: Nodes = "auto",
@@ -256,7 +257,7 @@ class DiLoCo(SynchronizedOptimizer):
         worker: Worker,
         names: Sequence[str],
         cut: Sequence[Fragment],
-        mix: float,
+        mix: float | Literal["carry"],
         links: NodeLinks | None,
         elastic: Elastic | None,
         settings: dict[str, Any],

@@ -32,7 +32,7 @@ def check_options(
     every: object,
     overlap: object,
     fragments: object,
-    mix: float,
+    mix: float | Literal["carry"],
     stage: int,
     outer_lr: float | Literal["auto"] | None,
     outer_momentum: float,
@@ -58,18 +58,23 @@ def check_options(
         )
     if outer_lr == "auto":
         _check_follows(every, codec, elastic)
+    if mix == "carry" and (overlap == 0 or elastic is not None):
+        raise ValueError(
+            'mix="carry" keeps what a worker does while a fragment is in flight: it wants overlap from 1 on, and does '
+            f"not go with elastic, got overlap={overlap}"
+        )
     if fragments != "auto":
         check_count("fragments", fragments)
     for name, value, low, high in (
-        ("mix", mix, 0.0, 1.0),
+        ("mix", 0.0 if mix == "carry" else mix, 0.0, 1.0),
         ("outer_momentum", outer_momentum, 0.0, 1.0),
         ("outer_lr", 1.0 if outer_lr in (None, "auto") else outer_lr, 0.0, math.inf),
     ):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not low <= value < high:  # type: ignore[operator]
-            or_auto = ', or "auto"' if name == "outer_lr" else ""
+            word = {"outer_lr": ', or "auto"', "mix": ', or "carry"'}.get(name, "")
             raise ValueError(
-                f"{name} must be a number from {low:g} up to, not including, {high:g}{or_auto}, got {value!r}"
+                f"{name} must be a number from {low:g} up to, not including, {high:g}{word}, got {value!r}"
             )
     if stage not in (0, 1, 2):
         raise ValueError(f"stage must be 0, 1 or 2 for DiLoCo, got {stage!r}: every worker needs its own whole replica")
@@ -122,11 +127,16 @@ def for_interval(inner_class: Any, every: int) -> dict[str, Any]:
 
 
 def make_outer_optimizer(
-    lr: float | Literal["auto"] | None, momentum: float, mix: float, workers: int, cut: Sequence[Fragment]
+    lr: float | Literal["auto"] | None,
+    momentum: float,
+    mix: float | Literal["carry"],
+    workers: int,
+    cut: Sequence[Fragment],
 ) -> OuterOptimizer:
     """From options that have been checked; `workers`: for how many a rate is chosen if none is given."""
     if lr == "auto":
-        return OuterOptimizer(1 / (1 - mix), float(momentum), [Correlation(one.numel) for one in cut])
+        taken = 1.0 if mix == "carry" else 1 - mix  # of an outer step, by a worker
+        return OuterOptimizer(1 / taken, float(momentum), [Correlation(one.numel) for one in cut])
     rate = _default_outer_lr(workers, sum(one.numel for one in cut)) if lr is None else float(lr)
     return OuterOptimizer(rate, float(momentum))
 

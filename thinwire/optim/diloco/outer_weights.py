@@ -63,9 +63,11 @@ class OuterWeights:
             found.append(WeightPair(there, here) if have_changed_places else WeightPair(here, there))
         return found
 
-    def subtract(self, fragment: int, update: Tensor, mix: float, least: float | None = None) -> None:
-        """Take an outer step: w° -= update, and w = mix · w + (1 - mix) · w°; rounded once where `update` is fp64. No
-        element of w° is then below `least`."""
+    def subtract(
+        self, fragment: int, update: Tensor, mix: float, least: float | None = None, departed: Tensor | None = None
+    ) -> None:
+        """Take an outer step: w° -= update, and w = mix · w + (1 - mix) · w°, or with `departed` w° + (w - departed);
+        rounded once where `update` is fp64. No element of w° is then below `least`."""
         shown = self.shown
         self.show(False)
         kept, kind = self._kept[fragment], self._fragments[fragment].kind
@@ -79,6 +81,8 @@ class OuterWeights:
             if least is not None:
                 outer.clamp_(min=least)
             replica = outer if mix == 0.0 else torch.lerp(outer, self._of_worker(piece, kind)[first:last], mix)
+            if departed is not None:
+                replica = outer + (self._of_worker(piece, kind)[first:last] - departed[place])
             self._write(kind, piece.parameter, piece.start + first, replica)
         self.show(shown)
 
