@@ -4,7 +4,7 @@ name, so that it outlives buckets, homes and numbers of ranks."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -217,10 +217,11 @@ class AlgorithmHome(Home):
         frozen, local = saved["frozen_at"] is not None, isinstance(algorithm, LocalSteps)
         kinds = set((frozen and algorithm.frozen_state) or algorithm.state)
         codes = set[str]()
-        of_rank = set[str]()
+        of_rank, own, own_state = set[str](), None, frozenset[str]()
+        if frozen and isinstance(algorithm, LocalSteps):
+            own, own_state = ranks_with_state(source, self.comm), algorithm.own_state
+            kinds -= own_state if own is not None else set()
         if ranks is not None and (frozen or local):
-            of_rank = set(algorithm.own_state) if frozen and isinstance(algorithm, LocalSteps) else set()
-            kinds -= of_rank
             # Of a state_dict, and of a node, a rank has those of some elements.
             of_rank |= set() if by_node else {_WORKER_RESIDUAL}
             kinds |= set() if isinstance(source, OneRankState) else {_OWNER_RESIDUAL}
@@ -236,12 +237,11 @@ class AlgorithmHome(Home):
         for name in names:
             for kind in kinds | codes:
                 check_saved(source, kind, name, codes=kind in codes)
-            for rank in ranks or ():
-                for kind in of_rank:
-                    if f"{kind}.{name}" not in source.rank_keys(rank):
-                        raise DamagedStateError(
-                            f"it lacks what this optimizer goes on from: {kind} of {name!r} of rank {rank}"
-                        )
+            for rank, kind in chain(product(ranks or (), of_rank), product(own or (), own_state)):
+                if f"{kind}.{name}" not in source.rank_keys(rank):
+                    raise DamagedStateError(
+                        f"it lacks what this optimizer goes on from: {kind} of {name!r} of rank {rank}"
+                    )
 
     def _load_groups(
         self, source: SliceSource, saved: Sequence[Mapping[str, Any]], nodes: Sequence[int] | None = None
@@ -254,8 +254,10 @@ class AlgorithmHome(Home):
         ranks = ranks_to_resume(source, self.comm, nodes)
         if ranks is None and compresses:
             warn_of_lost_residuals(source, self.comm)
+        ranks = ranks if compresses else None
+        own = ranks_with_state(source, self.comm) if local else ranks
         for group, of_group in zip(self.groups, saved, strict=True):
-            _load_group(group, self.names, of_group, source, ranks if compresses else None)
+            _load_group(group, self.names, of_group, source, ranks, own)
         if ranks == [self.comm.rank] and _LEFT_OUT_STEPS in source.rank_keys(self.comm.rank):
             left_out = source.read_rank(_LEFT_OUT_STEPS, self.comm.rank).tolist()
             for group, steps in zip(self.groups, left_out, strict=False):  # sharded state has one group
@@ -273,8 +275,14 @@ def check_in_sync(in_sync: bool) -> None:
 
 def ranks_to_resume(source: SliceSource, comm: Communicator, nodes: Sequence[int] | None) -> list[int] | None:
     """`ranks_of_residuals`; None too if one of them is not in `source`."""
-    ranks = ranks_of_residuals(source, comm, nodes)
-    return None if ranks is None or any(TRAFFIC not in source.rank_keys(rank) for rank in ranks) else ranks
+    return None if ranks_of_residuals(source, comm, nodes) is None else ranks_with_state(source, comm)
+
+
+def ranks_with_state(source: SliceSource, comm: Communicator) -> list[int] | None:
+    """The ranks whose own state this one goes on with, on whatever nodes: its own, or of another number of ranks all;
+    None if one of them is not in `source`."""
+    ranks = [comm.rank] if source.world_size == comm.size else list(range(source.world_size))
+    return None if any(TRAFFIC not in source.rank_keys(rank) for rank in ranks) else ranks
 
 
 def slices(group: FreezeGroup, names: Sequence[str], rank: int) -> list[SavedSlice]:
@@ -318,12 +326,17 @@ def check_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
 
 
 def _load_group(
-    group: FreezeGroup, names: Sequence[str], saved: Mapping[str, Any], source: SliceSource, ranks: Sequence[int] | None
+    group: FreezeGroup,
+    names: Sequence[str],
+    saved: Mapping[str, Any],
+    source: SliceSource,
+    ranks: Sequence[int] | None,
+    own: Sequence[int] | None,
 ) -> None:
     """Take over a freeze group whose buckets are laid out already; KeyError where state was not saved.
 
-    `ranks`: whose residuals and own state to take the mean of, the averages that the next exchange makes of which are
-    what they would have been; None where they cannot be had.
+    `ranks`, `own`: whose residuals and whose own state to take the mean of, the averages that the next exchange makes
+    of which are what they would have been; None where they cannot be had.
     """
     group.clock.steps = saved["steps"]
     rule = group.rule
@@ -334,7 +347,7 @@ def _load_group(
         group.storage.begin_frozen_state()
     group.clock.frozen_at = saved["frozen_at"]
     for bucket in group.buckets:
-        group.storage.load_state(bucket, names, source, _common(group, bucket), ranks)
+        group.storage.load_state(bucket, names, source, _common(group, bucket), own)
     group.restore()
     for bucket in group.buckets if ranks is not None else ():
         for prefix, exchange in _with_residuals(group, bucket):
