@@ -55,9 +55,8 @@ def _one_bit(marker: str, what: str, **options: str) -> Contender:
     return Contender("onebit-adam", label, _ONE_BIT, marker, options, "onebit-adam")
 
 
-def _muon(marker: str, what: str, there: str, back: str, rest: str = "stat2") -> Contender:
-    label = f"{OPTIMIZERS['onebit-muon'].label}, {what}"
-    return Contender("onebit-muon", label, _MUON, marker, {"codec": (there, back), "rest_codec": rest}, "muon")
+def _muon(marker: str, what: str, **options: Any) -> Contender:
+    return Contender("onebit-muon", f"{OPTIMIZERS['onebit-muon'].label}, {what}", _MUON, marker, options, "muon")
 
 
 def _sharded(label: str, marker: str, **options: Any) -> Contender:
@@ -101,10 +100,9 @@ CONTENDERS = {
     "onebit-lamb": _plain("onebit-lamb", _ONE_BIT, "s", "lamb"),
     "onebit-lion": _plain("onebit-lion", _ONE_BIT, "^", "lion"),
     "muon": _plain("muon", _MUON, "o"),
-    "onebit-muon-sign1": _muon("s", "sign1", "sign1", "sign1"),
-    "onebit-muon-stat2": _muon("v", "stat2", "stat2", "stat2"),
-    "onebit-muon-stat2-sign1": _muon("^", "stat2 + sign1", "stat2", "sign1"),
-    "onebit-muon-sign1-int4": _muon("D", "sign1, rest int4", "sign1", "sign1", "int4"),
+    "onebit-muon-sign1": _muon("s", "sign1"),
+    "onebit-muon-stat2": _muon("v", "stat2", codec="stat2", low_rank=1),
+    "onebit-muon-sign1-0": _muon("^", "sign1 alone", low_rank=0),
     **DILOCO,
     "diloco-10-muon": _diloco_muon(10, "P"),
     "diloco-30-muon": _diloco_muon(30, "P"),

@@ -1,5 +1,6 @@
 """The exchange over nodes of several ranks: the same average, the same bits on every rank, and fewer bytes between."""
 
+import math
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from tests.optim.subject import BY_NODE, Subject
 from tests.optim.training import make_model, through_a_file, train, weights
 from tests.zero.saved import join, save
 from thinwire.comm import Communicator, threads
-from thinwire.comm.agreement import NodeGroups, NodeLinks, agree_on_nodes
+from thinwire.comm.agreement import NodeGroups, NodeLinks, agree_on_nodes, link_nodes
 from thinwire.compress import make_codec
 from thinwire.compress.exchange import Exchange
-from thinwire.compress.hierarchical_exchange import HierarchicalExchange
+from thinwire.compress.hierarchical_exchange import HierarchicalExchange, make_leg_1
+from thinwire.compress.light_exchanges import LeadingDirections
 from thinwire.compress.packet import Flags, PacketError
 
 CLUSTERS = [[0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1, 1], [0, 1, 1], [0, 0, 0], [0, 1, 2], [1, 1, 0, 0, 2, 2, 2], [0]]
@@ -206,3 +208,114 @@ def test_bad_nodes_are_refused_on_every_rank(comm: Communicator, stage: int, nod
     given = [0, comm.rank, 2, 3] if node_of is None else node_of
     with pytest.raises(ValueError, match=message):
         thinwire.OneBitAdam([torch.nn.Parameter(torch.ones(3))], comm=comm, stage=stage, nodes=given)
+
+
+SHAPES = [(192, 160), (100, 300), (96, 12, 10), (128, 128), (12, 12), (100,), (0, 7)]
+"""Two matrices of rank 2 and some noise, kernels of a convolution, zeros, one that is too small, no matrices."""
+
+
+def gradients(rank: int, step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    found = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    for one in found[:2]:
+        left, right = (torch.randn(size, 2, generator=generator) for size in one.shape)
+        one.div_(16).add_(left @ right.T)
+    found[3].zero_()
+    return found
+
+
+def tail(matrix: Tensor, rank: int) -> float:
+    return float(torch.linalg.svdvals(matrix.double().flatten(1))[rank:].square().sum())
+
+
+@pytest.mark.parametrize("node_of", [[0], [0, 1], [0, 1, 2], [0, 0, 1, 1]], ids=str)
+@pytest.mark.parametrize("codec", ["sign1", "stat2"])
+def test_leading_directions_go_beside_the_codec_and_nothing_is_lost(node_of: list[int], codec: str) -> None:
+    """What arrives and what is kept for the next step add up, in float64, to what was there; directions that hold the
+    most are taken as an SVD takes them, and are the same bits if they are taken again."""
+    ranks, shard, numels = len(node_of), 2**17, [math.prod(shape) for shape in SHAPES]
+    offsets = [number % ranks * shard + sum(numels[:number]) for number in range(len(SHAPES))]
+    places = [slice(one, one + numel) for one, numel in zip(offsets, numels, strict=True)]
+    matrices = list(zip(offsets, map(torch.Size, SHAPES), strict=True))
+
+    def flat(rank: int, step: int) -> Tensor:
+        whole = torch.zeros(ranks * shard)
+        for place, one in zip(places, gradients(rank, step), strict=True):
+            whole[place] = one.reshape(-1)
+        return whole
+
+    def body(comm: Communicator) -> tuple[Tensor, Tensor, slice, slice]:
+        _, links = link_nodes(comm, node_of, alike=True)
+        over = comm if links is None else links.number_by_lane(comm)
+        exchange = make_leg_1(over, links, ranks * shard, make_codec(codec, 64), bucket=0, device=torch.device("cpu"))
+        exchange.send_apart(matrices, 2)
+        arrived, firsts = torch.zeros(shard, dtype=torch.float64), []
+        for step in (1, 1, 2, 3):
+            exchange.payload.copy_(flat(comm.rank, step))
+            exchange.start(step)
+            exchange.advance()
+            exchange.wait()
+            assert exchange.outcome().finite
+            firsts.append(exchange.average_of_own.clone())
+            if len(firsts) > 1:  # the first was a step that is skipped
+                exchange.commit()
+                arrived += exchange.average_of_own.double()
+        assert torch.equal(*firsts[:2])
+        residual = exchange.worker_residual
+        assert residual is not None
+        return arrived, residual.double(), exchange.owner_place, exchange.worker_place
+
+    found = threads.run(body, ranks)
+    nodes = len(set(node_of))
+    whole = sum(flat(rank, step).double() for rank in range(ranks) for step in (1, 2, 3)) / ranks
+    seen = torch.zeros_like(whole)
+    for arrived, residual, own, of_worker in found:
+        seen[own] += arrived
+        seen[of_worker] += residual / nodes
+    torch.testing.assert_close(seen, whole, rtol=0, atol=1e-5)
+
+
+def test_leading_directions_hold_what_a_singular_value_decomposition_says() -> None:
+    matrices = gradients(0, 0)
+    numels = [one.numel() for one in matrices]
+    offsets = [sum(numels[:number]) for number in range(len(numels))]
+    places = list(zip(offsets, map(torch.Size, SHAPES), strict=True))
+
+    def body(comm: Communicator) -> tuple[Tensor, Tensor]:
+        carried = LeadingDirections(comm, sum(numels), places, 2, torch.device("cpu"))
+        values = torch.cat([one.reshape(-1) for one in matrices])
+        carried.take_and_send(values.view(1, -1))
+        average = torch.zeros_like(values)
+        carried.add_mean(average)
+        return values, average
+
+    (left, brought), *_ = threads.run(body, 1)
+    torch.testing.assert_close(left + brought, torch.cat([one.reshape(-1) for one in matrices]), rtol=0, atol=1e-5)
+    for number, (one, rest) in enumerate(zip(matrices, left.split(numels), strict=True)):
+        if number in (0, 1):  # rank 2 and noise: the rest is the noise
+            assert tail(one, 2) <= float(rest.double().square().sum()) < 1.01 * tail(one, 2) + 1e-4 * tail(one, 0)
+        elif number == 2:  # noise alone, and one direction: one of the largest
+            assert float(rest.square().sum()) < tail(one, 0) - 0.7 * (tail(one, 0) - tail(one, 1))
+        else:
+            assert torch.equal(rest, one.reshape(-1))
+
+
+def test_a_matrix_of_fewer_directions_and_one_that_is_not_finite() -> None:
+    column = torch.linspace(-1, 1, 96)
+    same = torch.outer(column, column)
+    wrong = same.clone()
+    wrong[3, 5] = math.inf
+
+    def body(comm: Communicator) -> list[Tensor]:
+        found = []
+        for matrix in (same, same * 1e-15, wrong):
+            carried = LeadingDirections(comm, 96 * 96, [(0, matrix.shape)], 4, torch.device("cpu"))
+            values = matrix.clone()
+            carried.take_and_send(values.view(1, -1))
+            found.append(values)
+        return found
+
+    (exact, small, broken), *_ = threads.run(body, 1)
+    assert exact.norm() < 2**-7 * same.norm()
+    assert small.norm() < 2**-7 * (same * 1e-15).norm()
+    assert not broken.isfinite().all()

@@ -1,19 +1,23 @@
 """Exchanges that take less than an `Exchange` that keeps fp32 residuals: less memory (`LowMemoryExchange`), for exact
-averages fewer passes over it (`ExactExchange`), or one leg of the two."""
+averages fewer passes over it (`ExactExchange`), or one leg of the two, with what is too large to round beside it
+(`LeadingDirections`)."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.comm import Communicator
+from thinwire.comm import Communicator, Work
 from thinwire.compress.codecs import CastCodec, Codec, all_finite
 from thinwire.compress.exchange import Adjust, EncodePart, Exchange
 from thinwire.compress.packet import Flags, Headers, write_headers
-from thinwire.compress.packet_layout import HEADER_BYTES
+from thinwire.compress.packet_layout import HEADER_BYTES, leading_rank
 
 
 class PacketsExchange(Exchange):
@@ -212,6 +216,16 @@ class ExchangeToOwners(Exchange):
         super().__init__(*between, **options)
         self.owner_residual = None
         self.average_of_own = torch.empty(self.shard, device=self._device)
+        self._leading: LeadingDirections | None = None
+
+    def send_apart(self, matrices: Sequence[tuple[int, torch.Size]], low_rank: int) -> None:
+        """From now on let LeadingDirections carry what they can of `matrices`: offsets in the vector, and shapes."""
+        held = [
+            (offset - self.worker_place.start, shape)
+            for offset, shape in matrices
+            if self.worker_place.start <= offset < self.worker_place.stop
+        ]
+        self._leading = LeadingDirections(self._comm, self.shard, held, low_rank, self._device)
 
     @override
     def advance(self, adjust: Adjust | None = None) -> None:
@@ -219,10 +233,18 @@ class ExchangeToOwners(Exchange):
         for number, place in enumerate(self.parts):
             received = self._receive(number)
             self.codec.decode_mean(received, self.average_of_own[place], self._part_valid[number])
+        if self._leading is not None:
+            self._leading.add_mean(self.average_of_own)
 
     @override
     def wait(self) -> None:
         """Return at once: what leg 1 brought is there since `advance`."""
+
+    @override
+    def _encode_part(self, place: slice, packets: Tensor) -> None:
+        if self._leading is not None and place.start == 0:
+            self._leading.take_and_send(self.next_residual.view(-1, self.shard))
+        super()._encode_part(place, packets)
 
 
 class ExchangeFromOwners(Exchange):
@@ -238,3 +260,116 @@ class ExchangeFromOwners(Exchange):
             send = self._packets(1, number)
             self.codec.encode(own[place], None, send, self._part_valid[number])
             self._send_average(number, send)
+
+
+_ITERATIONS = 2
+_DEPENDENT = 1e-5  # what is left of a unit vector beyond the span of others, in fp32
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Where a matrix lies, in which owner's shard, and where its two factors do in what is sent to this owner."""
+
+    owner: int
+    matrix: slice
+    shape: tuple[int, int]
+    rank: int
+    left: slice
+    right: slice
+
+
+class LeadingDirections:
+    """Carries the leading singular directions of each matrix to its owner, in bf16, beside an exchange of what is left.
+
+    A gradient's energy lies in few directions, and a codec of few bits loses as much in each direction: more than all
+    but the first have, which is what an optimizer that orthogonalises then steps along. Of X, [rows, columns], by
+    randomised subspace iteration (Halko et al. 2011, arXiv 0909.4061, algorithm 4.4), from the same start every time:
+
+        P = orth(X Ω);  P = orth(X orth(Xᵀ P)), twice;  Q = Xᵀ P;  X ← X - P Qᵀ, with P and Q in bf16
+
+    As many as `leading_rank` says.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        shard: int,
+        matrices: Sequence[tuple[int, torch.Size]],
+        low_rank: int,
+        device: torch.device,
+    ) -> None:
+        """`matrices`: offsets in [comm.size, shard], and shapes, of which dimensions beyond the first count as one."""
+        self._comm = comm
+        self._factors: list[_Factors] = []
+        filled = [0] * comm.size
+        for offset, (rows, *others) in matrices:
+            columns = math.prod(others)
+            if rank := leading_rank(rows, columns, low_rank):
+                owner, first = divmod(offset, shard)
+                middle = filled[owner] + rows * rank
+                left, right = slice(filled[owner], middle), slice(middle, middle + columns * rank)
+                place = slice(first, first + rows * columns)
+                self._factors.append(_Factors(owner, place, (rows, columns), rank, left, right))
+                filled[owner] = right.stop
+        self._width = max(filled)
+        widest = max((one.shape[1] for one in self._factors), default=0)
+        self._start = torch.randn(widest, low_rank, generator=torch.Generator().manual_seed(0)).to(device)
+        self._sent: tuple[Tensor, Work] | None = None
+
+    def take_and_send(self, values: Tensor) -> None:
+        """Take them out of `values`, fp32 [comm.size, shard], whose rows are for the owners, and send them."""
+        if not self._width:
+            return
+        matrices = [values[one.owner, one.matrix].view(one.shape) for one in self._factors]
+        bases = [self._start[: one.shape[1], : one.rank] for one in self._factors]
+        bases = _orthonormal([matrix @ basis for matrix, basis in zip(matrices, bases, strict=True)])
+        for _ in range(_ITERATIONS):
+            bases = _orthonormal([matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)])
+            bases = _orthonormal([matrix @ basis for matrix, basis in zip(matrices, bases, strict=True)])
+        send = values.new_zeros(len(values), self._width, dtype=torch.bfloat16)
+        for one, matrix, basis in zip(self._factors, matrices, bases, strict=True):
+            send[one.owner, one.left] = basis.reshape(-1)
+            send[one.owner, one.right] = (matrix.T @ basis).reshape(-1)
+            left, right = self._read(send[one.owner : one.owner + 1], one)
+            matrix.addmm_(left, right.T, alpha=-1)
+        received = torch.empty_like(send)
+        work = self._comm.all_to_all(received.view(torch.uint8), send.view(torch.uint8), async_op=True)
+        self._sent = received, work
+
+    def add_mean(self, average: Tensor) -> None:
+        """Wait for them, and add their mean over the senders to `average`, fp32 [shard], of this owner."""
+        if self._sent is None:
+            return
+        (received, work), self._sent = self._sent, None
+        work.wait()
+        for one in self._factors:
+            if one.owner == self._comm.rank:
+                left, right = self._read(received, one)
+                average[one.matrix].view(one.shape).addmm_(left, right.T, alpha=1 / len(received))
+
+    def _read(self, packets: Tensor, one: _Factors) -> tuple[Tensor, Tensor]:
+        """Both factors of a matrix, fp32, of all senders side by side: [rows, senders · rank], [columns, same]."""
+        senders = len(packets)
+        found = (packets[:, place].float().view(senders, -1, one.rank) for place in (one.left, one.right))
+        left, right = (factor.transpose(0, 1).reshape(-1, senders * one.rank) for factor in found)
+        return left, right
+
+
+def _orthonormal(bases: Sequence[Tensor]) -> list[Tensor]:
+    """Orthonormal columns that span those of each basis, [rows, rank], zeros where they are dependent.
+
+    Gram-Schmidt, twice over, for all of them together: on an accelerator a few small kernels, and no wait.
+    """
+    longest, most = (max(basis.size(dim) for basis in bases) for dim in (0, 1))
+    together = bases[0].new_zeros(len(bases), longest, most)
+    for basis, one in zip(bases, together, strict=True):
+        one[: basis.size(0), : basis.size(1)] = basis
+    for number in range(most):
+        column, before = together[:, :, number : number + 1], together[:, :, :number]
+        norm = column.norm(dim=1, keepdim=True)
+        column.div_(norm.clamp(min=torch.finfo(norm.dtype).tiny))
+        for _ in range(2):
+            column.sub_(before @ (before.mT @ column))
+        left = column.norm(dim=1, keepdim=True)
+        column.mul_(torch.where(left > _DEPENDENT, 1 / left, torch.zeros_like(left)))
+    return [one[: basis.size(0), : basis.size(1)] for basis, one in zip(bases, together, strict=True)]

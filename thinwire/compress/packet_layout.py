@@ -18,6 +18,8 @@ MAX_BLOCK_SIZE = 65536
 DEFAULT_BLOCK_SIZE = 2048
 # Of int4: an eighth of a bit an element, and less error for it than more levels would bring (docs, "Decisions").
 _INT4_BLOCK = 256
+LOW_RANK = 4
+"""Directions that 1-bit Muon sends beside a codec, unless told otherwise."""
 CODE_BITS = {"sign1": 1, "stat2": 2, "int4": 4, "fp8": 8, "int8": 8}
 """Of the codecs that have kernels."""
 BLOCK_SCALES = {"sign1": 1, "stat2": 2, "int4": 1, "fp8": 1, "int8": 1}
@@ -98,3 +100,8 @@ def shard_numel(numel: int, world_size: int, multiple: int) -> int:
 def valid_in_shard(numel: int, shard: int, owner: int) -> int:
     """How many of the elements of `owner`'s shard are real; the rest, at its end, is padding."""
     return min(max(numel - owner * shard, 0), shard)
+
+
+def leading_rank(rows: int, columns: int, low_rank: int) -> int:
+    """How many singular directions of a matrix go beside a codec: at most `low_rank`, and a bit an element, in bf16."""
+    return min(low_rank, rows * columns // (16 * max(rows + columns, 1)))

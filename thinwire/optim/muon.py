@@ -17,7 +17,7 @@ from typing_extensions import override
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import Nodes
-from thinwire.compress.packet_layout import BlockCodecName
+from thinwire.compress.packet_layout import LOW_RANK, BlockCodecName
 from thinwire.optim.exact import ExactOptimizer, check_betas, check_not_negative
 from thinwire.optim.optimizer import SavingsReport
 from thinwire.zero import ShardedOptimizer
@@ -220,10 +220,12 @@ class OneBitMuon(ShardedOptimizer):
     Muon has no variance, so that nothing has to be frozen and nothing is warmed up. Each hidden matrix has one owner:
 
         rank i   c_i = C(g_i + e_i),  e_i += g_i - c_i                              leg 1, to the owner of the matrix
-        owner    m ← μ m + (1 - μ) mean c;  w ← (1 - ηλ) w - η·r·O(μ m + (1 - μ) mean c);  q = D(w - r)
+        owner    m ← μ m + (1 - μ) mean c;  w ← (1 - ηλ) w - η·r·O(m);  q = D(w - r)
         all      r += q                                                             leg 2: the same bits on every rank
 
-    w are the owner's fp32 master weights and r the model's parameters: what D loses comes with the next step. O are
+    C sends a few leading singular directions of a matrix's gradient in bf16, and rounds the rest to the codec's bits:
+    O steps as far along every direction, and one bit loses as much in each, which is more than most hold. w are the
+    owner's fp32 master weights and r the model's parameters: what D loses comes with the next step. O are
     Newton-Schulz iterations, once a matrix in the whole job, and r by `adjust_lr_fn`: see `thinwire.optim.Muon`.
     Embeddings, heads, norms and biases are stepped by AdamW, through `rest_codec`, in shards. A parameter's attribute
     `use_muon`, or a group's, says which it is; else dimensions and names do: pass `model.named_parameters()`.
@@ -239,7 +241,9 @@ class OneBitMuon(ShardedOptimizer):
         weight_decay: λ, decoupled, of all.
         codec: "sign1" (1 bit), "stat2" (2), "int4", "fp8" or "int8", or a pair: of gradients, and of what comes back.
         rest_codec: the same of what is no hidden matrix.
-        adjust_lr_fn, nesterov, ns_steps, ns_dtype, betas, eps, muon_lr, adam_lr: as in `thinwire.optim.Muon`.
+        low_rank: the most leading directions of a matrix, and no more than take a bit an element; 0 sends none.
+        nesterov: whether the momentum looks ahead, by which what was rounded last counts twice.
+        adjust_lr_fn, ns_steps, ns_dtype, betas, eps, muon_lr, adam_lr: as in `thinwire.optim.Muon`.
         resync_interval: steps between two comparisons of all replicas.
         stage: 0, 1 or 2.
         comm_backend_name: as in OneBitAdam, and all others as in ShardedOptimizer.
@@ -256,8 +260,9 @@ class OneBitMuon(ShardedOptimizer):
         *,
         codec: _Codecs = "sign1",
         rest_codec: _Codecs = "stat2",
+        low_rank: int = LOW_RANK,
         adjust_lr_fn: AdjustLr | None = "match_rms_adamw",
-        nesterov: bool = True,
+        nesterov: bool = False,
         ns_steps: int = 5,
         ns_dtype: NewtonSchulzType | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -298,6 +303,7 @@ class OneBitMuon(ShardedOptimizer):
             averaging=averaging,
             codec=_both(codec),
             rest_codec=_both(rest_codec),
+            low_rank=low_rank,
             adjust_lr_fn=adjust_lr_fn,
             **{**rates, **matrices, **rest, **sent},
         )

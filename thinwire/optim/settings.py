@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from thinwire.compress.packet_layout import BlockCodecName, CodecName
+from thinwire.compress.packet_layout import LOW_RANK, BlockCodecName, CodecName
 
 LARGEST_NUMBER = 2**63
 """Bound of whole numbers, and of its negative: they become machine numbers."""
@@ -141,8 +141,9 @@ class OneBitMuonOptions(OptionModel):
     weight_decay: NotNegative = 0.0
     codec: _Codecs = "sign1"
     rest_codec: _Codecs = "stat2"
+    low_rank: Annotated[WholeNumber, Field(ge=0)] = LOW_RANK
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = "match_rms_adamw"
-    nesterov: bool = True
+    nesterov: bool = False
     ns_steps: Annotated[WholeNumber, Field(ge=1, lt=100)] = 5
     ns_dtype: Literal["fp32", "bf16"] | None = None
     betas: Betas = (0.9, 0.95)

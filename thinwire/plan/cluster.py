@@ -248,6 +248,7 @@ def inside_nodes(cluster: Cluster, collective: Collective, nbytes: int) -> Cost:
 _FILL_BYTES = 16  # momentum, gradient and denominator in, payload out
 _SUM_BYTES = 4  # an owner reads every rank's fp32 and keeps the sum in its cache
 CAST_BYTES = 12  # fp32 to 16 bits and back
+_DIRECTIONS_BYTES = 28  # six products with their bases, and the difference
 
 
 def to_owners(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
@@ -255,6 +256,14 @@ def to_owners(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
     shard = shard_numel(elements, cluster.ranks, DEFAULT_BLOCK_SIZE)
     cost = everywhere(cluster, "all_to_all", cluster.ranks * codec_packet_bytes(codec, shard))
     return cost + Cost(_averaging_seconds(cluster.processor, codec, elements, shard, cluster.ranks))
+
+
+def directions_to_owners(cluster: Cluster, elements: int, numbers: int, *, by_node: bool) -> Cost:
+    """So many `numbers` of 16 bits, of the leading directions of matrices of `elements`, beside the first leg."""
+    passes = Cost(elements * _DIRECTIONS_BYTES / cluster.processor.memory)
+    if by_node:
+        return passes + _between_nodes(cluster, "all_to_all", 2 * numbers // cluster.ranks_per_node)
+    return passes + everywhere(cluster, "all_to_all", 2 * numbers)
 
 
 def from_owners(cluster: Cluster, elements: int, codec: CodecName) -> Cost:

@@ -13,6 +13,7 @@ from thinwire.plan.cluster import (
     Cluster,
     Cost,
     cut,
+    directions_to_owners,
     everywhere,
     from_owners,
     from_owners_by_node,
@@ -44,6 +45,7 @@ _APPLY_BYTES = 12  # update and weight in, weight out
 _LOCAL_STEP_BYTES = 40  # gradient, momentum, denominator, weight and sum in; momentum, weight and sum out; scaled twice
 _OUTER_BYTES = 36  # weights and outer weights in, their difference out; both and what arrived in, both out
 _POWERSGD_BYTES = 44  # error in and out, a copy, two products with factors, their product, the difference
+
 
 _EXACT: dict[str, CodecName] = {"fp32": "none", "bf16": "bf16", "int8": "int8", "int4": "int4"}
 _NOTHING = Cost()
@@ -244,22 +246,33 @@ def _one_bit(setting: Setting) -> list[Phase]:
 
 
 def _muon(setting: Setting) -> list[Phase]:
-    """Gradients to the owners of whole matrices, who orthogonalise; then what they step by to all. What comes last, the
-    embedding, in 2 bits, and through AdamW."""
+    """Gradients to the owners of whole matrices, their leading directions apart; what owners step by, orthogonalised,
+    goes to all. What comes last, the embedding, in 2 bits, and through AdamW."""
     cluster, model, codec = setting.cluster, setting.workload.model, setting.schedule.muon_codec
     largest = bucket_numel(setting.schedule.bucket_bytes or LARGEST_BUCKET_BYTES, setting.parameters, 4)
     elements = model.padded_elements(cluster.ranks)
 
-    def in_buckets(leg: Callable[[Cluster, int, CodecName], Cost]) -> Buckets:
-        matrices = cut(elements, 0, largest, lambda one: leg(cluster, one, codec))
-        return replace(matrices, last=leg(cluster, model.last_elements, "stat2") if model.last else _NOTHING)
+    by_node = setting.method.hierarchical
+    # Directions are padded among the owners of a lane only, of whom each node has one.
+    padding = model.padded_elements(cluster.nodes if by_node else cluster.ranks) / model.padded_elements(1)
+    directions = padding * sum(one.leading_elements for one in model.hidden) / elements
+
+    def in_buckets(leg: Callable[[Cluster, int, CodecName], Cost], apart: float = 0.0) -> Buckets:
+        def cost(one: int) -> Cost:
+            if not apart:
+                return leg(cluster, one, codec)
+            beside = directions_to_owners(cluster, one, round(one * apart), by_node=by_node)
+            return leg(cluster, one, codec) + beside
+
+        last = leg(cluster, model.last_elements, "stat2") if model.last else _NOTHING
+        return replace(cut(elements, 0, largest, cost), last=last)
 
     # Of shards, at every stage.
     update = replace(setting, method=replace(setting.method, stage=1, hierarchical=False)).muon_seconds
     there, back = (to_owners, from_owners)
-    if setting.method.hierarchical:
+    if by_node:
         there, back = (to_owners_by_node, from_owners_by_node)
-    return [Phase("every step", 1.0, in_buckets(there), update, in_buckets(back).total)]
+    return [Phase("every step", 1.0, in_buckets(there, directions), update, in_buckets(back).total)]
 
 
 def _local_steps(setting: Setting) -> list[Phase]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from thinwire.compress.packet_layout import LOW_RANK, leading_rank
 from thinwire.plan.units import PlanError, require_seconds, require_whole
 
 ParameterDtype = Literal["fp32", "bf16"]
@@ -40,6 +41,11 @@ class Matrices:
         """
         factors = min(rank, self.rows, self.columns) * (self.rows + self.columns)
         return factors * self.count if 2 * factors < self.rows * self.columns else 0
+
+    @property
+    def leading_elements(self) -> int:
+        """Of the two factors of each that 1-bit Muon sends beside the codec, together."""
+        return leading_rank(self.rows, self.columns, LOW_RANK) * (self.rows + self.columns) * self.count
 
 
 @dataclass(frozen=True)

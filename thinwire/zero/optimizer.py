@@ -176,7 +176,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
             and at stages 1 and 2 new weights as differences against what every rank holds, in 8 bits or, of a pair,
             through its second codec. Replicas have the same bits; master weights may be ahead of them. Gradients leave
             once a step, at stage 2 too. None sends both exactly.
-        rest_codec: in place of `codec`, for what needs no single owner: embeddings, norms and biases with Muon.
+        rest_codec, low_rank: as in OneBitMuon, for what needs no single owner, and for what does.
         nodes: with `codec`, which ranks share a node, in which gradients are added up exactly, and which sends what one
             rank would: as in OneBitAdam, but nodes must have equally many.
         resync_interval: steps between two comparisons of replicas, at stage 0 and with `codec`.
@@ -205,6 +205,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
         averaging: Averaging = PLAIN_AVERAGING,
         codec: CodecName | tuple[CodecName, CodecName] | None = None,
         rest_codec: CodecName | tuple[CodecName, CodecName] | None = None,
+        low_rank: int = 0,
         nodes: Nodes = "auto",
         resync_interval: int = 100,
         **options: Any,
@@ -214,10 +215,10 @@ class ShardedOptimizer(SynchronizedOptimizer):
         self.max_norm = max_norm = 0.0 if max_norm is None else max_norm
         self._saved_name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
         whole = getattr(optimizer_class, "whole_parameters", Sharding.whole_parameters)
-        kept, told = (offload, pin_memory, averaging), {"resync_interval": resync_interval}
-        both = [(one, one if stage == 0 else "int8") if isinstance(one, str) else one for one in (codec, rest_codec)]
-        by = nodes if codec is not None else "flat"
-        sharding = Sharding(stage, param_dtype, bucket_bytes, block_size, max_norm, *kept, whole, by, *both)
+        laid_out = stage, param_dtype, bucket_bytes, block_size, max_norm, offload, pin_memory, averaging, whole
+        pairs = ((one, one if stage == 0 else "int8") if isinstance(one, str) else one for one in (codec, rest_codec))
+        by, told = nodes if codec is not None else "flat", {"resync_interval": resync_interval}
+        sharding = Sharding(*laid_out, by, next(pairs), next(pairs), low_rank)
         error: Exception | None = None
         try:
             if codec is None and not isinstance(nodes, str):

@@ -175,7 +175,8 @@ def _names(groups: Sequence[Mapping[str, Any]], named: Iterable[tuple[str, Tenso
 @dataclass(frozen=True)
 class Sharding:
     """How a model is laid out: see ShardedOptimizer for each of them. `whole_parameters`: of a group, whether its
-    parameters have one owner each; `rest_codecs`: where some have, those of the others.
+    parameters have one owner each; `rest_codecs`: where some have, those of the others; `low_rank`: of gradients whose
+    matrices have one owner, the directions that `LeadingDirections` carries.
 
     `check` raises ValueError or TypeError for what cannot work.
     """
@@ -192,6 +193,7 @@ class Sharding:
     nodes: Nodes = "flat"
     codecs: tuple[CodecName, CodecName] | None = None  # of gradients, and of what comes back; None sends both exactly
     rest_codecs: tuple[CodecName, CodecName] | None = None
+    low_rank: int = 0
 
     def check(self) -> None:
         """Raise ValueError or TypeError for what cannot work."""
@@ -211,6 +213,14 @@ class Sharding:
         if isinstance(self.block_size, bool) or not self.block_size >= 1:
             raise ValueError(f"block_size must be at least 1, got {self.block_size!r}")
         self.averaging.check()
+        if isinstance(self.low_rank, bool) or not isinstance(self.low_rank, int) or self.low_rank < 0:
+            raise ValueError(f"low_rank must be a whole number of directions, 0 for none, got {self.low_rank!r}")
+        some_have_one_owner = self.whole_parameters is not Sharding.whole_parameters
+        if self.low_rank and (self.codecs is None or self.stage == 0 or not some_have_one_owner):
+            raise ValueError(
+                f"low_rank={self.low_rank} needs codec=, stage 1 or 2, and an optimizer that takes matrices whole, as "
+                "thinwire.optim.Muon does: elsewhere there is nothing beside which directions could go"
+            )
         for pair in (self.codecs, self.rest_codecs):
             if pair is not None:
                 self._check_codecs(*pair)
