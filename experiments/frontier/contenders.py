@@ -103,6 +103,8 @@ CONTENDERS = {
     "onebit-muon-sign1": _muon("s", "sign1"),
     "onebit-muon-stat2": _muon("v", "stat2", codec="stat2", low_rank=1),
     "onebit-muon-sign1-0": _muon("^", "sign1 alone", low_rank=0),
+    "onebit-muon-sign1-nesterov": _muon("<", "sign1, Nesterov", low_rank=0, nesterov=True),
+    "onebit-muon-stat2-nesterov": _muon(">", "stat2, Nesterov", codec="stat2", low_rank=0, nesterov=True),
     **DILOCO,
     "diloco-10-muon": _diloco_muon(10, "P"),
     "diloco-30-muon": _diloco_muon(30, "P"),

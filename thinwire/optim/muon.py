@@ -288,7 +288,7 @@ class OneBitMuon(ShardedOptimizer):
         mark_matrices(named or ())
         rates: dict[str, Any] = {"lr": lr, "muon_lr": muon_lr, "adam_lr": adam_lr, "weight_decay": weight_decay}
         matrices = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
-        rest = {"betas": betas, "eps": eps}
+        rest = {"betas": betas, "eps": eps, "low_rank": low_rank}
         sent = {"nodes": nodes, "resync_interval": resync_interval, "offload": offload, "pin_memory": pin_memory}
         super().__init__(
             _checked(params, warn=comm.rank == 0),
@@ -303,7 +303,6 @@ class OneBitMuon(ShardedOptimizer):
             averaging=averaging,
             codec=_both(codec),
             rest_codec=_both(rest_codec),
-            low_rank=low_rank,
             adjust_lr_fn=adjust_lr_fn,
             **{**rates, **matrices, **rest, **sent},
         )
