@@ -19,6 +19,7 @@ from tests.optim.diloco.tower import (
     long_run,
     loss_of,
     make,
+    outer_weights,
     outer_weights_agree,
     relative_error,
     streaming,
@@ -316,6 +317,20 @@ def test_outer_settings_that_differ_later_are_found_at_the_next_outer_step(comm:
         optimizer.outer_lr = 0.3
     with pytest.raises(Exception, match="other hyperparameters"):
         train(model, optimizer, 3, 4)
+
+
+@pytest.mark.parametrize("codec", ["none", "int4"])
+@on_threads(2)
+def test_a_fragment_in_flight_keeps_the_outer_settings_with_which_it_left(comm: Communicator, codec: str) -> None:
+    found = []
+    for changed_after in (4, 6):
+        model = Tower()
+        optimizer = make(comm, model, overlap=2, fragments=1, codec=codec)
+        train(model, optimizer, 1, changed_after)
+        optimizer.outer_lr, optimizer.outer_momentum = 0.3, 0.5
+        train(model, optimizer, changed_after + 1, 9)
+        found.append(outer_weights(model, optimizer))
+    assert torch.equal(*found)
 
 
 def test_parameters_are_not_added_later() -> None:

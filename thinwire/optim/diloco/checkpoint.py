@@ -212,9 +212,8 @@ class LocalCheckpoint:
             if goes_on and ranks and key in source.rank_keys(ranks[0]):
                 one.known.copy_(source.read_rank(key, ranks[0]))
         self._load_inner(source, saved["inner_kinds"], ranks)
-        under_way = [
-            UnderWay(number, left_at, True, self._arrived(number, updates)) for number, left_at in saved["under_way"]
-        ]
+        left = saved["under_way"]
+        under_way = [UnderWay(number, at, None, True, self._arrived(number, updates)) for number, at in left]
         return saved["step"], saved["met_at"], under_way if goes_on else []
 
     def load_weights(self, source: SliceSource) -> None:

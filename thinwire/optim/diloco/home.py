@@ -294,7 +294,7 @@ class LocalHome(Home):
         self.outer_steps[fragment].leave(pairs, number, digest, meet=meet)
         carries = self._carries and not self.fragments[fragment].kind
         departed = self.weights.replica(fragment) if carries else None
-        self.under_way.append(UnderWay(fragment, self.steps, departed=departed))
+        self.under_way.append(UnderWay(fragment, self.steps, settings, departed=departed))
 
     def _announced(self) -> tuple[int, bool]:
         """The number that all ranks give the next outer step, and whether all have to meet after it."""
@@ -302,8 +302,8 @@ class LocalHome(Home):
 
     def _pass_on(self, one: UnderWay) -> None:
         if not one.passed_on:
-            kind = self.fragments[one.fragment].kind
-            self.outer_steps[one.fragment].pass_on(self.outer.of(one.fragment, kind))
+            assert one.settings is not None, "what a checkpoint has in flight was passed on"
+            self.outer_steps[one.fragment].pass_on(one.settings)
             one.passed_on = True
 
     def _take_in_all(self, due_by: float = math.inf, mix: float = 0.0) -> None:

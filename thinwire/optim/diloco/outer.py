@@ -123,11 +123,12 @@ class Arrived:
 @dataclass
 class UnderWay:
     """A fragment that left after step `left_at` and is not taken in yet. `passed_on`: leg 2 has begun; `arrived`: what
-    it brought, once that is here. `departed`: the worker's own weights as they left, if what it does to them since is
-    kept, fp32 [elements]."""
+    it brought, once that is here. `settings`: with which it left; None of one from a checkpoint, where all were passed
+    on. `departed`: the worker's own weights as they left, if what it does to them since is kept, fp32 [elements]."""
 
     fragment: int
     left_at: int
+    settings: OuterSettings | None
     passed_on: bool = False
     arrived: Arrived | None = None
     departed: Tensor | None = None
