@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.comm import Communicator, Work
+from thinwire.comm import Communicator
 from thinwire.compress.codecs import CastCodec, Codec, all_finite
-from thinwire.compress.exchange import Adjust, EncodePart, Exchange
+from thinwire.compress.exchange import Adjust, EncodePart, Exchange, Leg
 from thinwire.compress.packet import Flags, Headers, write_headers
 from thinwire.compress.packet_layout import HEADER_BYTES, leading_rank
 
@@ -314,7 +314,7 @@ class LeadingDirections:
         self._width = max(filled)
         widest = max((one.shape[1] for one in self._factors), default=0)
         self._start = torch.randn(widest, low_rank, generator=torch.Generator().manual_seed(0)).to(device)
-        self._sent: tuple[Tensor, Work] | None = None
+        self._leg: Leg | None = None
 
     def take_and_send(self, values: Tensor) -> None:
         """Take them out of `values`, fp32 [comm.size, shard], whose rows are for the owners, and send them."""
@@ -334,18 +334,18 @@ class LeadingDirections:
             matrix.addmm_(left, right.T, alpha=-1)
         received = torch.empty_like(send)
         work = self._comm.all_to_all(received.view(torch.uint8), send.view(torch.uint8), async_op=True)
-        self._sent = received, work
+        self._leg = Leg(send, received, work)
 
     def add_mean(self, average: Tensor) -> None:
         """Wait for them, and add their mean over the senders to `average`, fp32 [shard], of this owner."""
-        if self._sent is None:
+        if self._leg is None:
             return
-        (received, work), self._sent = self._sent, None
-        work.wait()
+        leg, self._leg = self._leg, None
+        leg.work.wait()
         for one in self._factors:
             if one.owner == self._comm.rank:
-                left, right = self._read(received, one)
-                average[one.matrix].view(one.shape).addmm_(left, right.T, alpha=1 / len(received))
+                left, right = self._read(leg.received, one)
+                average[one.matrix].view(one.shape).addmm_(left, right.T, alpha=1 / len(leg.received))
 
     def _read(self, packets: Tensor, one: _Factors) -> tuple[Tensor, Tensor]:
         """Both factors of a matrix, fp32, of all senders side by side: [rows, senders · rank], [columns, same]."""
