@@ -319,16 +319,20 @@ def test_outer_settings_that_differ_later_are_found_at_the_next_outer_step(comm:
         train(model, optimizer, 3, 4)
 
 
-@pytest.mark.parametrize("codec", ["none", "int4"])
+@pytest.mark.parametrize(("codec", "outer_lr"), [("none", 0.7), ("int4", 0.7), ("none", "auto")])
 @on_threads(2)
-def test_a_fragment_in_flight_keeps_the_outer_settings_with_which_it_left(comm: Communicator, codec: str) -> None:
+def test_a_fragment_in_flight_keeps_the_outer_settings_with_which_it_left(
+    comm: Communicator, codec: str, outer_lr: Any
+) -> None:
     found = []
     for changed_after in (4, 6):
         model = Tower()
-        optimizer = make(comm, model, overlap=2, fragments=1, codec=codec)
+        optimizer = make(comm, model, overlap=2, fragments=1, codec=codec, outer_lr=outer_lr)
         train(model, optimizer, 1, changed_after)
-        optimizer.outer_lr, optimizer.outer_momentum = 0.3, 0.5
-        train(model, optimizer, changed_after + 1, 9)
+        optimizer.outer_momentum = 0.5
+        if outer_lr != "auto":  # which a rate would end
+            optimizer.outer_lr = 0.3
+        train(model, optimizer, changed_after + 1, 15)
         found.append(outer_weights(model, optimizer))
     assert torch.equal(*found)
 

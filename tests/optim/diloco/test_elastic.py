@@ -141,6 +141,20 @@ def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner() -> Non
     assert relative_error(first, wanted) < 1e-5  # fp32; a momentum begun anew leads to 0.1
 
 
+def test_momentum_that_is_kept_for_others_follows_the_settings_with_which_a_fragment_left() -> None:
+    def body(data: int) -> Tensor:
+        model, elastic = Tower(), Elastic(workers=2, address="here:1")
+        optimizer, home = make_elastic(model, elastic=elastic, every=4, overlap=1, fragments=1, codec="none")
+        go_on(model, optimizer, data, 4)
+        optimizer.outer_lr, optimizer.outer_momentum = 0.3, 0.5
+        go_on(model, optimizer, data, 6)
+        return home._momentum.of(0).clone()
+
+    # Each owns half of it, and finds the other half in what came back.
+    one, other = together([lambda: body(0), lambda: body(1)])
+    assert relative_error(one, other) < 1e-5
+
+
 @pytest.mark.parametrize(("workers", "ranks"), [(2, 1), (1, 3)])
 def test_no_sample_is_read_twice_by_workers_or_ranks_of_one(workers: int, ranks: int) -> None:
     each = 10 // (workers * ranks)

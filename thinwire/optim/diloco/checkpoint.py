@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.optim.diloco.fragments import Fragment, Piece
-from thinwire.optim.diloco.outer import Arrived, Correlation, OuterState, UnderWay
+from thinwire.optim.diloco.outer import Arrived, OuterOptimizer, OuterState, UnderWay
 from thinwire.optim.diloco.outer_weights import KeptMomentum, OuterWeights
 from thinwire.optim.diloco.worker import Worker
 from thinwire.optim.home import ranks_to_resume
@@ -85,7 +85,7 @@ class LocalCheckpoint:
     """What is saved of a worker and of its fragments, and how it is taken up again.
 
     `nodes`: the node of each rank, where nodes are the workers. `shape`: what has to be alike for fragments to go on
-    in flight. `shared`: state that workers share, by kind. `correlations`: see OuterOptimizer.
+    in flight. `shared`: state that workers share, by kind.
     """
 
     comm: Communicator
@@ -97,7 +97,7 @@ class LocalCheckpoint:
     weights: OuterWeights
     shape: Sequence[int]
     shared: Mapping[str, tuple[list[int], bool]]
-    correlations: Sequence[Correlation]
+    outer: OuterOptimizer
 
     def slices(self, under_way: Sequence[UnderWay]) -> list[SavedSlice]:
         """What this rank owns of the outer weights, momentum and residuals, and of what is in flight."""
@@ -135,7 +135,7 @@ class LocalCheckpoint:
             for kind in ("", *self.shared):
                 residual = self._whole(kind, self._residual, kept[0].dtype)
                 found |= {f"{_of(kind, _WORKER_RESIDUAL)}.{name}": values for name, values in residual.items()}
-        return found | {f"{_CORRELATION}.{number}": one.known for number, one in enumerate(self.correlations)}
+        return found | {f"{_CORRELATION}.{number}": one.known for number, one in enumerate(self.outer.correlations)}
 
     def counters(self, step: int, met_at: int, under_way: Sequence[UnderWay]) -> dict[str, Any]:
         """Where the run is."""
@@ -184,8 +184,7 @@ class LocalCheckpoint:
 
     def load(self, source: SliceSource) -> tuple[int, int, list[UnderWay]]:
         """Take over what another run saved: the step, the step at which workers last met, and what is in flight."""
-        saved = source.counters()
-        ranks = ranks_to_resume(source, self.comm, self.nodes)
+        saved, ranks = source.counters(), ranks_to_resume(source, self.comm, self.nodes)
         if ranks is None and self.outer_steps:
             warn_of_lost_residuals(source, self.comm)
         goes_on = saved["shape"] == list(self.shape)
@@ -206,15 +205,17 @@ class LocalCheckpoint:
                         update = whole[piece.start : piece.start + piece.numel]
                         outer[piece.offset : piece.offset + piece.numel] -= update
             self.weights.set(number, outer, replica)
-        for number, one in enumerate(self.correlations):
+        for number, one in enumerate(self.outer.correlations):
             one.reset()
             key = f"{_CORRELATION}.{number}"
             if goes_on and ranks and key in source.rank_keys(ranks[0]):
                 one.known.copy_(source.read_rank(key, ranks[0]))
         self._load_inner(source, saved["inner_kinds"], ranks)
-        left = saved["under_way"]
-        under_way = [UnderWay(number, at, None, True, self._arrived(number, updates)) for number, at in left]
-        return saved["step"], saved["met_at"], under_way if goes_on else []
+        under_way = []
+        for number, left_at in saved["under_way"] if goes_on else ():
+            settings = self.outer.of(number, self.fragments[number].kind)
+            under_way.append(UnderWay(number, left_at, settings, True, self._arrived(number, updates)))
+        return saved["step"], saved["met_at"], under_way
 
     def load_weights(self, source: SliceSource) -> None:
         """Take over the weights alone, for all workers."""

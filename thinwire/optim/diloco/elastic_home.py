@@ -178,16 +178,16 @@ class ElasticHome(LocalHome):
     def _take_in(self, one: UnderWay, mix: float = 0.0) -> None:
         super()._take_in(one, mix)
         assert one.arrived is not None
-        self._count(one.fragment, one.arrived.update)
+        self._count(one, one.arrived.update)
         if one.arrived.meet:
             raise _WorkerWaits
 
-    def _count(self, fragment: int, update: Tensor | None) -> None:
+    def _count(self, one: UnderWay, update: Tensor | None) -> None:
         """Outer step number `_taken` is taken, or dropped where there is no `update`."""
         if update is None:
             self._dropped = [*self._dropped, self._taken][-len(self.fragments) :]
         elif self._relay.leads:
-            self._momentum.follow(fragment, update, self.outer.of(fragment, ""), self._states()[fragment])
+            self._momentum.follow(one.fragment, update, one.settings, self._states()[one.fragment])
         self._taken += 1
 
     @override
@@ -287,7 +287,7 @@ class ElasticHome(LocalHome):
             one = self.under_way[0]
             super()._take_in(one, 0.0 if self._at_the_end else self._mix)
             assert one.arrived is not None
-            self._count(one.fragment, one.arrived.update)
+            self._count(one, one.arrived.update)
 
     def _hand_over(self, me: int, plan: Plan) -> None:
         """Give those who lack outer steps, or have nothing, what the source has. Collective of these."""
@@ -312,7 +312,7 @@ class ElasticHome(LocalHome):
         self.outer_steps[one.fragment].settle(finite)
         mix = 0.0 if self._at_the_end or not finite else self._mix
         self.weights.set(one.fragment, outer, torch.lerp(outer, self.weights.replica(one.fragment), mix))
-        self._count(one.fragment, before - outer if finite else None)
+        self._count(one, before - outer if finite else None)
 
     def _part(self) -> None:
         """Leave the communicator of the last generation."""

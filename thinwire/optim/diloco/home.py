@@ -252,7 +252,7 @@ class LocalHome(Home):
             self.weights,
             shape,
             self._shared.found,
-            self.outer.correlations,
+            self.outer,
         )
 
     def _states(self) -> list[OuterState]:
@@ -302,7 +302,6 @@ class LocalHome(Home):
 
     def _pass_on(self, one: UnderWay) -> None:
         if not one.passed_on:
-            assert one.settings is not None, "what a checkpoint has in flight was passed on"
             self.outer_steps[one.fragment].pass_on(one.settings)
             one.passed_on = True
 
@@ -330,7 +329,8 @@ class LocalHome(Home):
             fragment = self.fragments[one.fragment]
             own = 0.0 if fragment.kind else mix
             self.weights.subtract(one.fragment, arrived.update, own, self._shared.least(fragment), one.departed)
-            self.outer.follow(one.fragment, fragment.kind, arrived.update)
+            if not fragment.kind:
+                self.outer.follow(one.fragment, arrived.update, one.settings)
 
     def _bring_all(self) -> None:
         for one in self.under_way:

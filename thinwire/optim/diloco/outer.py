@@ -97,10 +97,10 @@ class OuterOptimizer:
         gain = self.correlations[number].gain(self.momentum) if self.correlations else 1.0
         return OuterSettings(self.lr / gain, self.momentum)
 
-    def follow(self, number: int, kind: str, update: Tensor) -> None:
-        """Take in an outer step of a fragment."""
-        if self.correlations and not kind:
-            self.correlations[number].follow(update, self.of(number, kind))
+    def follow(self, number: int, update: Tensor, settings: OuterSettings) -> None:
+        """Take in an outer step of a fragment of weights, with the settings that it was made with."""
+        if self.correlations:
+            self.correlations[number].follow(update, settings)
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ class Arrived:
 @dataclass
 class UnderWay:
     """A fragment that left after step `left_at` and is not taken in yet. `passed_on`: leg 2 has begun; `arrived`: what
-    it brought, once that is here. `settings`: with which it left; None of one from a checkpoint, where all were passed
-    on. `departed`: the worker's own weights as they left, if what it does to them since is kept, fp32 [elements]."""
+    it brought, once that is here. `settings`: with which it left, whatever is set since. `departed`: the worker's own
+    weights as they left, if what it does to them since is kept, fp32 [elements]."""
 
     fragment: int
     left_at: int
-    settings: OuterSettings | None
+    settings: OuterSettings
     passed_on: bool = False
     arrived: Arrived | None = None
     departed: Tensor | None = None
