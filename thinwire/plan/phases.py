@@ -46,7 +46,6 @@ _LOCAL_STEP_BYTES = 40  # gradient, momentum, denominator, weight and sum in; mo
 _OUTER_BYTES = 36  # weights and outer weights in, their difference out; both and what arrived in, both out
 _POWERSGD_BYTES = 44  # error in and out, a copy, two products with factors, their product, the difference
 
-
 _EXACT: dict[str, CodecName] = {"fp32": "none", "bf16": "bf16", "int8": "int8", "int4": "int4"}
 _NOTHING = Cost()
 
@@ -251,7 +250,6 @@ def _muon(setting: Setting) -> list[Phase]:
     cluster, model, codec = setting.cluster, setting.workload.model, setting.schedule.muon_codec
     largest = bucket_numel(setting.schedule.bucket_bytes or LARGEST_BUCKET_BYTES, setting.parameters, 4)
     elements = model.padded_elements(cluster.ranks)
-
     by_node = setting.method.hierarchical
     # Directions are padded among the owners of a lane only, of whom each node has one.
     padding = model.padded_elements(cluster.nodes if by_node else cluster.ranks) / model.padded_elements(1)

@@ -239,7 +239,7 @@ def rounded_gradients(
         if one.ahead:
             exchange = leg_1 = make_leg_1(*over, there, bucket=index, device=device)
             if sharding.low_rank and bucket.layout.whole:
-                leg_1.send_apart([(slot.offset, one.shape) for slot, one in bucket.members()], sharding.low_rank)
+                leg_1.send_apart([(slot.offset, held.shape) for slot, held in bucket.members()], sharding.low_rank)
             one.send = WeightDifferences(bucket, make_leg_2(*over, back, bucket=index, device=device)).publish
         else:
             exchange = make_exchange(*over, there, bucket=index, device=device)
