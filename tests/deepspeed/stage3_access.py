@@ -17,8 +17,8 @@ from tests.refusing import refused
 from thinwire import deepspeed, initialize
 from thinwire.comm import Communicator
 from thinwire.deepspeed import utils, zero
-from thinwire.deepspeed.files.fp32_weights import get_fp32_state_dict_from_zero_checkpoint as fp32_weights
-from thinwire.deepspeed.files.fp32_weights import load_state_dict_from_zero_checkpoint
+from thinwire.deepspeed.files.exporting import get_fp32_state_dict_from_zero_checkpoint as fp32_weights
+from thinwire.deepspeed.files.exporting import load_state_dict_from_zero_checkpoint
 from thinwire.zero.fsdp import local_run
 
 BF16 = {"bf16": {"enabled": True}}

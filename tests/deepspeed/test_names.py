@@ -5,7 +5,8 @@ import pickle
 import pkgutil
 import subprocess
 import sys
-from functools import reduce
+from functools import partial, reduce
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -158,3 +159,41 @@ def test_modules_and_their_names_are_as_in_python_modules() -> None:
 def test_it_costs_no_torch_to_import_and_needs_no_other_import() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+STANDS_IN = """
+import importlib.util, multiprocessing, pickle, subprocess, sys
+import deepspeed.comm as dist
+import deepspeed
+import thinwire.deepspeed
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.utils.logging import logger
+
+def same(_):
+    import deepspeed.runtime.zero.partition_parameters as ours
+    return ours.Init is deepspeed.zero.Init is thinwire.deepspeed.zero.Init
+
+if __name__ == "__main__":
+    assert deepspeed is thinwire.deepspeed and dist is thinwire.deepspeed.comm
+    assert FusedAdam is thinwire.deepspeed.ops.adam.FusedAdam and importlib.util.find_spec("deepspeed.no_such") is None
+    assert dist.__spec__.name == "thinwire.deepspeed.comm"
+    child = "import deepspeed, thinwire.deepspeed; assert deepspeed is thinwire.deepspeed"
+    subprocess.run([sys.executable, "-c", child], check=True)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(sys.argv[1:], pool.map(same, [0]))
+"""
+
+
+def test_a_script_that_cannot_be_edited_finds_thinwire_by_deepspeeds_name(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed").mkdir()  # of another package beside the script, which does not come first
+    (tmp_path / "script.py").write_text(STANDS_IN)
+    run = partial(subprocess.run, capture_output=True, text=True, check=False, cwd=tmp_path)
+    (tmp_path / "module.py").write_text("import sys, deepspeed; print(sys.argv[1:], [hasattr(deepspeed, 'zero')])")
+    for what in (["script.py"], ["-m", "module"]):
+        done = run([sys.executable, "-m", "thinwire.deepspeed", *what, "--lr", "1"])
+        assert (done.returncode, done.stdout) == (0, "['--lr', '1'] [True]\n"), done.stderr
+    for wrong, message in ((["nowhere.py"], "no file 'nowhere.py'"), ([], "usage:"), (["-m"], "usage:")):
+        done = run([sys.executable, "-m", "thinwire.deepspeed", *wrong])
+        assert done.returncode == 1
+        assert message in done.stderr

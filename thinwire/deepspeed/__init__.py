@@ -31,11 +31,10 @@ if TYPE_CHECKING:
     from thinwire.deepspeed.errors import NotOfferedError
     from thinwire.deepspeed.initialization import add_config_arguments
     from thinwire.deepspeed.initialization import initialize_as_deepspeed as initialize
-    from thinwire.deepspeed.logs import log_dist
     from thinwire.deepspeed.ranks import init_distributed
     from thinwire.deepspeed.schedules import add_tuning_arguments
     from thinwire.deepspeed.sections import DeepSpeedConfig
-    from thinwire.deepspeed.utilities import OnDevice
+    from thinwire.deepspeed.utilities import OnDevice, log_dist
     from thinwire.engine import ConfigError as DeepSpeedConfigError
 
 # DeepSpeed has it in three numbers too, and what it was built from.

@@ -14,8 +14,8 @@ import torch
 from thinwire.comm import detect
 from thinwire.deepspeed.errors import NotOfferedError
 from thinwire.deepspeed.getters import LossScaleConfig, why_foreign, with_getters
-from thinwire.deepspeed.logs import logger
 from thinwire.deepspeed.parameters.sharded import PREPARED
+from thinwire.deepspeed.utilities import logger
 from thinwire.engine import Engine, EngineConfig
 from thinwire.engine.checkpoint.manifest import rank_file
 from thinwire.engine.config.rules import resized

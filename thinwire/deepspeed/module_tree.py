@@ -8,10 +8,11 @@ A package's `__path__` has an entry that a hook of `sys.path_hooks` answers for,
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
-from importlib.abc import Loader, PathEntryFinder
+from importlib.abc import Loader, MetaPathFinder, PathEntryFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
@@ -78,6 +79,32 @@ class _Modules(PathEntryFinder, Loader):
         """(name, is it a package) of each module, as pkgutil asks."""
         for name in _modules_in(self._package):
             yield prefix + name, bool(_modules_in(f"{self._package}.{name}".lstrip(".")))
+
+
+class _StandIn(MetaPathFinder, Loader):
+    """Finder of `deepspeed` and all below it: the modules of this room themselves, each under both names."""
+
+    def find_spec(self, fullname: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname.partition(".")[0] != "deepspeed" or importlib.util.find_spec(_here(fullname)) is None:
+            return None
+        return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(_here(spec.name))
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give it back the specification that it was made by, in whose place the import system has put its own."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+def stand_in() -> None:
+    """Have every `import deepspeed` in this process find this room from now on."""
+    if not any(isinstance(finder, _StandIn) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _StandIn())
+    sys.modules["deepspeed"] = importlib.import_module(_ROOM)
 
 
 def install() -> None:
@@ -153,6 +180,11 @@ def _whole_names(path: str) -> list[str]:
 def _not_offered(path: str, instead: str) -> type[Any]:
     """A class that says `instead` when it is called: scripts import names that they use in some runs only."""
     return type(path.rpartition(".")[2], (_NotOffered,), {"path": path, "instead": instead, "__doc__": instead})
+
+
+def _here(name: str) -> str:
+    """The name in this room of `deepspeed` or a module below it."""
+    return _ROOM + name.removeprefix("deepspeed")
 
 
 def _path_of(fullname: str) -> str:

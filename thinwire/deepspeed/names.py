@@ -58,22 +58,21 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ".sections": "DeepSpeedConfig DeepSpeedConfigError",
         ".engine": "DeepSpeedEngine",
         ".schedules": "add_tuning_arguments",
-        ".utilities": "OnDevice",
-        ".logs": "log_dist logger",
+        ".utilities": "OnDevice log_dist logger",
         ".pipe": "PipelineModule",
         ".runtime.zero": "zero=",
         _NO_INFERENCE: "init_inference",
     },
     "accelerator": {".devices": "get_accelerator is_current_accelerator_supported"},
     "accelerator.real_accelerator": {".devices": "get_accelerator is_current_accelerator_supported"},
-    "checkpoint": {".checkpoints": "UNIVERSAL_CHECKPOINT_INFO"},
+    "checkpoint": {".files.exporting": "UNIVERSAL_CHECKPOINT_INFO"},
     "checkpoint.constants": {
-        ".checkpoints": "BASE_OPTIMIZER_STATE BUFFER_NAMES DS_VERSION FP32_FLAT_GROUPS FROZEN_PARAM_FRAGMENTS "
+        ".files.exporting": "BASE_OPTIMIZER_STATE BUFFER_NAMES DS_VERSION FP32_FLAT_GROUPS FROZEN_PARAM_FRAGMENTS "
         "FROZEN_PARAM_SHAPES OPTIMIZER_STATE_DICT PARAM_SHAPES PARTITION_COUNT SINGLE_PARTITION_OF_FP32_GROUPS "
         "UNIVERSAL_CHECKPOINT_INFO ZERO_STAGE"
     },
-    "checkpoint.ds_to_universal": {".checkpoints": "main=copy_universal"},
-    "checkpoint.utils": {".checkpoints": "clone_tensors_for_torch_save get_model_ckpt_name_for_rank"},
+    "checkpoint.ds_to_universal": {".files.exporting": "main=copy_universal"},
+    "checkpoint.utils": {".files.exporting": "clone_tensors_for_torch_save get_model_ckpt_name_for_rank"},
     "comm": {
         ".ranks": "all_gather_into_tensor all_reduce allgather_fn=all_gather_into_tensor barrier broadcast "
         "get_local_rank get_rank get_world_group get_world_size "
@@ -205,8 +204,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ".parameters.marks": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules "
         "z3_leaf_module",
         "thinwire.engine": "RepeatingLoader",
-        ".utilities": "OnDevice instrument_w_nvtx",
-        ".logs": "log_dist log_dist_once logger set_log_level_from_string",
+        ".utilities": "OnDevice instrument_w_nvtx log_dist log_dist_once logger set_log_level_from_string",
         ".parameters.fragments": ALL,
     },
     "utils.groups": {
@@ -214,7 +212,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "get_data_parallel_world_size=get_world_size get_model_parallel_rank get_model_parallel_world_size"
     },
     "utils.init_on_device": {".utilities": "OnDevice"},
-    "utils.logging": {".logs": f"{ALL} logger"},
+    "utils.logging": {".utilities": "log_dist log_dist_once logger print_dist set_log_level_from_string"},
     "utils.nvtx": {".utilities": "instrument_w_nvtx"},
     "utils.tensor_fragment": {".parameters.fragments": ALL},
     "utils.timer": {_NO_TIMERS: "SynchronizedWallClockTimer ThroughputTimer"},
@@ -224,7 +222,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "z3_leaf_module"
     },
     "utils.zero_to_fp32": {
-        ".files.fp32_weights": "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
+        ".files.exporting": "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
         "load_state_dict_from_zero_checkpoint"
     },
 }

@@ -43,7 +43,7 @@ def add_deepspeed_commands(commands: Commands) -> None:
 
 def _export(arguments: argparse.Namespace) -> int:
     if arguments.format == _FP32:
-        from thinwire.deepspeed.files.fp32_weights import export_fp32
+        from thinwire.deepspeed.files.exporting import export_fp32
 
         return export_fp32(arguments)
     from thinwire.engine.checkpoint.exporting import export

@@ -14,7 +14,7 @@ from tests.refusing import refused
 from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.command_line import main
-from thinwire.deepspeed.files.fp32_weights import (
+from thinwire.deepspeed.files.exporting import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
