@@ -287,7 +287,7 @@ class LeadingDirections:
 
         P = orth(X Ω);  P = orth(X orth(Xᵀ P)), twice;  Q = Xᵀ P;  X ← X - P Qᵀ, with P and Q in bf16
 
-    As many as `leading_rank` says.
+    As many as `leading_rank` says. Factors lie transposed: a thin product of rows is several times as fast.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class LeadingDirections:
                 filled[owner] = right.stop
         self._width = max(filled)
         widest = max((one.shape[1] for one in self._factors), default=0)
-        self._start = torch.randn(widest, low_rank, generator=torch.Generator().manual_seed(0)).to(device)
+        self._start = torch.randn(low_rank, widest, generator=torch.Generator().manual_seed(0)).to(device)
         self._leg: Leg | None = None
 
     def take_and_send(self, values: Tensor) -> None:
@@ -321,17 +321,17 @@ class LeadingDirections:
         if not self._width:
             return
         matrices = [values[one.owner, one.matrix].view(one.shape) for one in self._factors]
-        bases = [self._start[: one.shape[1], : one.rank] for one in self._factors]
-        bases = _orthonormal([matrix @ basis for matrix, basis in zip(matrices, bases, strict=True)])
+        bases = [self._start[: one.rank, : one.shape[1]] for one in self._factors]
+        bases = _orthonormal([basis @ matrix.T for matrix, basis in zip(matrices, bases, strict=True)])
         for _ in range(_ITERATIONS):
-            bases = _orthonormal([matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)])
-            bases = _orthonormal([matrix @ basis for matrix, basis in zip(matrices, bases, strict=True)])
+            bases = _orthonormal([basis @ matrix for matrix, basis in zip(matrices, bases, strict=True)])
+            bases = _orthonormal([basis @ matrix.T for matrix, basis in zip(matrices, bases, strict=True)])
         send = values.new_zeros(len(values), self._width, dtype=torch.bfloat16)
         for one, matrix, basis in zip(self._factors, matrices, bases, strict=True):
             send[one.owner, one.left] = basis.reshape(-1)
-            send[one.owner, one.right] = (matrix.T @ basis).reshape(-1)
+            send[one.owner, one.right] = (basis @ matrix).reshape(-1)
             left, right = self._read(send[one.owner : one.owner + 1], one)
-            matrix.addmm_(left, right.T, alpha=-1)
+            matrix.addmm_(left.T, right, alpha=-1)
         received = torch.empty_like(send)
         work = self._comm.all_to_all(received.view(torch.uint8), send.view(torch.uint8), async_op=True)
         self._leg = Leg(send, received, work)
@@ -345,31 +345,28 @@ class LeadingDirections:
         for one in self._factors:
             if one.owner == self._comm.rank:
                 left, right = self._read(leg.received, one)
-                average[one.matrix].view(one.shape).addmm_(left, right.T, alpha=1 / len(leg.received))
+                average[one.matrix].view(one.shape).addmm_(left.T, right, alpha=1 / len(leg.received))
 
     def _read(self, packets: Tensor, one: _Factors) -> tuple[Tensor, Tensor]:
-        """Both factors of a matrix, fp32, of all senders side by side: [rows, senders · rank], [columns, same]."""
-        senders = len(packets)
-        found = (packets[:, place].float().view(senders, -1, one.rank) for place in (one.left, one.right))
-        left, right = (factor.transpose(0, 1).reshape(-1, senders * one.rank) for factor in found)
-        return left, right
+        """Both factors of a matrix, fp32, of all senders: [senders · rank, rows], [the same, columns]."""
+        rows, columns = one.shape
+        return packets[:, one.left].float().view(-1, rows), packets[:, one.right].float().view(-1, columns)
 
 
 def _orthonormal(bases: Sequence[Tensor]) -> list[Tensor]:
-    """Orthonormal columns that span those of each basis, [rows, rank], zeros where they are dependent.
+    """Orthonormal rows that span those of each basis, [rank, columns], zeros where they are dependent.
 
     Gram-Schmidt, twice over, for all of them together: on an accelerator a few small kernels, and no wait.
     """
-    longest, most = (max(basis.size(dim) for basis in bases) for dim in (0, 1))
-    together = bases[0].new_zeros(len(bases), longest, most)
+    most, longest = (max(basis.size(dim) for basis in bases) for dim in (0, 1))
+    together = bases[0].new_zeros(len(bases), most, longest)
     for basis, one in zip(bases, together, strict=True):
         one[: basis.size(0), : basis.size(1)] = basis
-    for number in range(most):
-        column, before = together[:, :, number : number + 1], together[:, :, :number]
-        norm = column.norm(dim=1, keepdim=True)
-        column.div_(norm.clamp(min=torch.finfo(norm.dtype).tiny))
+    together.div_(together.norm(dim=2, keepdim=True).clamp(min=torch.finfo(together.dtype).tiny))
+    for number in range(1, most):
+        row, before = together[:, number : number + 1], together[:, :number]
         for _ in range(2):
-            column.sub_(before @ (before.mT @ column))
-        left = column.norm(dim=1, keepdim=True)
-        column.mul_(torch.where(left > _DEPENDENT, 1 / left, torch.zeros_like(left)))
+            row.baddbmm_(row @ before.mT, before, alpha=-1)
+        left = row.norm(dim=2, keepdim=True)
+        row.mul_(torch.where(left > _DEPENDENT, 1 / left, 0.0))
     return [one[: basis.size(0), : basis.size(1)] for basis, one in zip(bases, together, strict=True)]
