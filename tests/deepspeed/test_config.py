@@ -46,6 +46,9 @@ AS_OTHER_FILES_HAVE_THEM: dict[str, Any] = {
 }
 
 
+HALVES = ("bf16", "fp16")
+
+
 def load(world_size: int = 1, **keys: Any) -> EngineConfig:
     return load_config({"train_batch_size": 4, **keys}, world_size)
 
@@ -200,6 +203,8 @@ def clipped(optimizer: str = "AdamW", **keys: Any) -> EngineConfig:
             for name in ("cpu_offload_params", "cpu_offload_param")
         ),
         (zero(cpu_offload=True, offload_optimizer=CPU), zero(offload_optimizer=CPU)),
+        ({"gradient_allreduce_op": "SUM"}, {"gradient_allreduce_op": "sum"}),
+        *(({one: {f"{one}_master_weights_and_grads": False}}, {one: {}}) for one in HALVES),
         *(({"optimizer": {"type": given}}, {"optimizer": {"type": meant}}) for given, meant in CLASSES.items()),
     ],
 )
@@ -231,6 +236,15 @@ def test_an_optimizers_max_grad_norm_is_gradient_clipping(optimizer: str) -> Non
         (
             {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 2.5}}, "gradient_clipping": 1.0},
             'max_grad_norm" is 2.5 and "gradient_clipping" is 1.0',
+        ),
+        (zero(zenflow={}), '"zero_optimization.zenflow" can only be null, got {}'),
+        *(
+            ({section: {f"{section}_{what}": True}}, f'"{section}.{section}_{what}" can only be false, got true')
+            for section, what in (("bf16", "optimizer_states"), *((one, "master_weights_and_grads") for one in HALVES))
+        ),
+        (
+            {"managed_gradient_accumulation": False, "progressive_layer_drop": {"enabled": True}},
+            '"progressive_layer_drop" does not go with "managed_gradient_accumulation" false',
         ),
         (zero(stage=3, reduce_bucket_size="big"), 'reduce_bucket_size" must be a whole number, got "big"'),
     ],

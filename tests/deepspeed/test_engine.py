@@ -175,6 +175,21 @@ def test_backwards_are_reduced_together(comm: Communicator, stage: int) -> None:
     summed.close()
 
 
+def test_steps_that_scripts_end_themselves() -> None:
+    free = {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 4}
+    engine = engine_of(zero_optimization={"stage": 1}, **free)
+    assert not engine.managed_gradient_accumulation()
+    refuses(engine.coalesce_grad_reduction(), AssertionError, "coalesce_grad_reduction.*Leave it out")
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        engine.step()
+        assert engine.was_step_applied()
+    engine.close()
+    with pytest.raises(AssertionError, match="overlap_comm only with ZeRO stage 2"):
+        engine_of(zero_optimization={"stage": 1, "overlap_comm": True}, **free)
+    engine_of(zero_optimization={"stage": 2, "overlap_comm": True}, **free).close()
+
+
 def test_stage_0_coalesces_nothing_and_takes_buckets_of_odd_size() -> None:
     engine = engine_of(zero_optimization={"stage": 0, "allgather_bucket_size": 1001})
     refuses(engine.coalesce_grad_reduction(), NotImplementedError, "requires ZeRO stage 1, 2 or 3")

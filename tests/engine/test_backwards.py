@@ -177,6 +177,43 @@ def test_several_losses_of_one_forward() -> None:
     at_stages(body)
 
 
+def test_every_step_may_be_the_boundary() -> None:
+    """As many backwards as come before it add up, those of the engine and a loss's own."""
+
+    def body(comm, stage):
+        one_bit = {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 2}}
+        for keys in ({"gradient_clipping": 0.5}, {"optimizer": one_bit}):
+            config = settings(stage, gradient_accumulation_steps=4, **keys)
+            told, free = (
+                make_engine(comm, config | {"managed_gradient_accumulation": managed}) for managed in (True, False)
+            )
+            first = samples = 0
+            for steps, count in enumerate((2, 5, 1, 3), 1):
+                told.set_gradient_accumulation_boundary(False)
+                for engine in (told, free):
+                    for micro in range(count):
+                        loss = loss_of(engine, comm.rank, first + micro) / count
+                        engine.backward(loss, scale_wrt_gas=False)
+                        assert not engine.is_gradient_accumulation_boundary()
+                    if engine is told:
+                        told.set_gradient_accumulation_boundary(True)
+                    engine.step()
+                    assert engine.was_step_applied()
+                first += count
+                samples += count * MICRO * comm.size
+                assert (free.global_steps, free.global_samples) == (steps, samples)
+                assert equal(weights(free.module), weights(told.module))
+        with pytest.raises(CallError, match=r"set_gradient_accumulation_boundary\(\).*every step\(\)"):
+            free.set_gradient_accumulation_boundary(True)
+        with pytest.raises(CallError, match=r"step\(\) was called without backward"):
+            free.step()
+        loss_of(free, comm.rank, 0).backward()
+        free.step()
+        assert free.global_steps == 5
+
+    at_stages(body)
+
+
 def test_two_losses_with_a_zero_grad_in_between() -> None:
     def body(comm, stage):
         twice, once = make_engine(comm, settings(stage)), make_engine(comm, settings(stage))

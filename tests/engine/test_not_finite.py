@@ -71,6 +71,20 @@ def test_a_loss_that_is_not_finite(comm, stage, precision, poison) -> None:
     assert not equal(weights(engine.module), before)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_threads(2)
+def test_bf16_skips_such_steps_where_it_is_told_to(comm, stage) -> None:
+    engine = make_engine(comm, settings(stage, bf16={"enabled": True, "check_grad_overflow": True}))
+    train(engine, range(2))
+    before = weights(engine.module)
+    engine.backward(loss_of(engine, comm.rank, 2) * (math.nan if comm.rank else 1.0))
+    engine.step()
+    assert (engine.was_step_applied(), engine.skipped_steps, engine.global_steps) == (False, 1, 3)
+    assert equal(weights(engine.module), before)
+    assert all(math.isfinite(loss) for loss in train(engine, range(3, 5)))
+    assert engine.skipped_steps == 1
+
+
 def test_an_overflow_skips_the_step_on_every_rank() -> None:
     def body(comm, stage):
         fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 2, "loss_scale_window": 4}

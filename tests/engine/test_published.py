@@ -44,7 +44,7 @@ _CIFAR: dict[str, Any] = _file(4, None, 2000, "Adam", _CIFAR_ADAM) | {
 _CIFAR_ZERO = {"stage": 2, **dict.fromkeys(["allgather_bucket_size", "reduce_bucket_size"], 50000000)}
 _CIFAR_ZERO |= {"allgather_partitions": True, "reduce_scatter": True, "overlap_comm": True, "cpu_offload": True}
 _CIFAR_ZERO |= {"contiguous_gradients": True}
-_CIFAR_FP16 = {"enabled": True, "fp16_master_weights_and_grads": True, "loss_scale": 0, "loss_scale_window": 500}
+_CIFAR_FP16 = {"enabled": True, "fp16_master_weights_and_grads": False, "loss_scale": 0, "loss_scale_window": 500}
 _CIFAR_FP16 |= {"hysteresis": 2, "min_loss_scale": 1, "initial_scale_power": 15}
 FILES: dict[str, dict[str, Any]] = {
     # DeepSpeedExamples, BingBertSquad/1-bit_adam

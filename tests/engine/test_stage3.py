@@ -55,6 +55,15 @@ def losses_are_those_of_stage_0(comm: Communicator, folder: Path) -> None:
         expected = torch.tensor(train(make_engine(comm, settings(0, **changes)), range(steps)))
         found = torch.tensor(train(make_engine(comm, settings(3, **changes)), range(steps)))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        free = make_engine(comm, settings(3, managed_gradient_accumulation=False, **changes))
+        for step in range(steps):
+            losses = [loss_of(free, comm.rank, step * accumulation + micro) for micro in range(accumulation)]
+            for loss in losses:
+                free.backward(loss)
+            free.step()
+            mean = torch.stack(losses).mean().detach().reshape(1)
+            comm.all_reduce(mean, op="mean")
+            torch.testing.assert_close(mean, expected[step : step + 1], rtol=1e-5, atol=0)
 
 
 def layers_are_sharded_apart(comm: Communicator, folder: Path) -> None:

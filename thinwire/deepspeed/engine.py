@@ -227,6 +227,11 @@ class DeepSpeedEngine(TrainingEngine):
                 "coalesce_grad_reduction requires ZeRO stage 1, 2 or 3, and this engine is at stage 0: call the "
                 "backwards but the last inside no_sync()"
             )
+        if not self.settings.managed_gradient_accumulation:
+            raise CallError(
+                'coalesce_grad_reduction is not needed with "managed_gradient_accumulation" false: backwards add up '
+                "until step(). Leave it out"
+            )
         if self._accumulation.inside_no_sync:
             raise CallError("coalesce_grad_reduction cannot be nested inside another no_sync context: leave one out")
         with super().no_sync():

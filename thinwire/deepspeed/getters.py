@@ -54,6 +54,10 @@ def _offload(section: OffloadConfig) -> OffloadConfig | None:
 _METHODS: Mapping[str, tuple[str | _Read, str]] = {
     "train_batch_size": ("train_batch_size", "Samples of a step, over all ranks."),
     "train_micro_batch_size_per_gpu": ("train_micro_batch_size_per_gpu", "Samples of one forward on one rank."),
+    "managed_gradient_accumulation": (
+        "managed_gradient_accumulation",
+        "Whether gradient_accumulation_steps says when a step is complete, or each step() does.",
+    ),
     "gradient_accumulation_steps": ("gradient_accumulation_steps", "Micro-batches of a step."),
     "get_batch_info": (
         lambda s: (s.train_batch_size, s.train_micro_batch_size_per_gpu, s.gradient_accumulation_steps),

@@ -192,6 +192,11 @@ def _refuse_as_deepspeed(settings: EngineConfig, tree: Mapping[str, Any], optimi
             "optimizer for both at stage 0, and neither has its door here. Delete the key, use zero_optimization stage "
             "1, or thinwire.initialize, which adds up in fp32 at stage 0 too"
         )
+    if not settings.managed_gradient_accumulation and stage < 2 and zero.get("overlap_comm") is True:
+        raise DeepSpeedUsageError(
+            '"managed_gradient_accumulation" is false, which supports overlap_comm only with ZeRO stage 2 and above, '
+            f"and the stage is {stage}: delete one of the two"
+        )
     size = zero.get("allgather_bucket_size")
     if stage in (1, 2) and isinstance(size, int) and size % _ALIGNMENT:
         raise DeepSpeedUsageError(

@@ -20,7 +20,8 @@ from thinwire.engine.optimizers import CallError, NoOptimizer
 
 
 class Accumulation:
-    """Counts the micro-batches of a step, of which there are `steps` unless the user has set the boundary.
+    """Counts the micro-batches of a step, of which there are `steps` unless the user has set the boundary; None for as
+    many backwards as come before a step().
 
     While a backward would only add to the gradients it is inside of `hold`, the optimizer's no_sync: so that a backward
     that is not announced, a loss's own, leaves alone what has to stay on this rank.
@@ -30,7 +31,7 @@ class Accumulation:
     """
 
     def __init__(
-        self, steps: int, hold: Callable[[], AbstractContextManager[None]], *, takes_more: bool = False
+        self, steps: int | None, hold: Callable[[], AbstractContextManager[None]], *, takes_more: bool = False
     ) -> None:
         self._steps = steps
         self._takes_more = takes_more
@@ -49,7 +50,7 @@ class Accumulation:
         """Whether the current micro-batch is the step's last."""
         if self._boundary is not None:
             return self._boundary
-        return self.micro_batches + 1 >= self._steps
+        return self._steps is not None and self.micro_batches + 1 >= self._steps
 
     @property
     def only_adds_up(self) -> bool:
@@ -57,15 +58,20 @@ class Accumulation:
         return self.inside_no_sync or not self.at_boundary
 
     def set_steps(self, steps: int) -> None:
-        """Have `steps` micro-batches in a step from now on."""
-        self._steps = steps
+        """Have `steps` micro-batches in a step from now on, where a number decides."""
+        self._steps = None if self._steps is None else steps
         self._follow()
 
     def set_boundary(self, boundary: bool | None) -> None:
         """Say whether the current micro-batch is the step's last; None leaves it to the count.
 
-        Raises CallError where its gradients have left already.
+        Raises CallError where its gradients have left already, or every step() is the boundary.
         """
+        if self._steps is None:
+            raise CallError(
+                'set_gradient_accumulation_boundary() was called, and with "managed_gradient_accumulation" false every '
+                "step() is the boundary: leave it out"
+            )
         if self._left and boundary is not True:
             raise CallError(
                 "set_gradient_accumulation_boundary() was called between the last backward() of a step and its "
@@ -104,6 +110,7 @@ class Accumulation:
         """Note that a backward has run."""
         self.ready = self.ready or not self.inside_no_sync
         self._left = not self.only_adds_up
+        self.micro_batches += self._steps is None and not self.inside_no_sync
 
     def end_micro_batch(self) -> bool:
         """Count a micro-batch; whether it was the step's last. Raises CallError where none can end."""
@@ -114,9 +121,12 @@ class Accumulation:
             )
         if not self.ready:
             raise CallError("step() was called without backward(): call engine.backward(loss) first")
+        if self._steps is None:  # what only added up leaves with the step
+            self._boundary = True
+            self._follow()
         last = self.at_boundary
         self.ready = self._left = False
-        self.micro_batches += 1
+        self.micro_batches += self._steps is not None
         if not last:
             self._follow()
         return last
@@ -125,6 +135,8 @@ class Accumulation:
         """Forget the micro-batches of the step in flight; where the optimizer still has its gradients, it may."""
         self.ready = self._left = False
         self.micro_batches = 0
+        if self._steps is None:
+            self._boundary = None
 
     def begin_step(self) -> None:
         """Forget the micro-batches of the step before, or of the one in flight, as the optimizer has."""
@@ -266,9 +278,8 @@ class StepBackwards:
         self._warned = False
         self.losses = StepLosses()
         adds_averages = job.config.zero_optimization.stage == 3  # those of each backward, in their owners' shards
-        self.accumulation = Accumulation(
-            job.config.gradient_accumulation_steps, job.optimizer.no_sync, takes_more=adds_averages
-        )
+        counted = job.config.gradient_accumulation_steps if job.config.managed_gradient_accumulation else None
+        self.accumulation = Accumulation(counted, job.optimizer.no_sync, takes_more=adds_averages)
 
     def begin(self, loss: Tensor, parts: int | None, retain_graph: bool) -> Tensor:
         """Note a loss and give the gradient that its backward starts from; see StepLosses.start.

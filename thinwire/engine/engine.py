@@ -386,7 +386,7 @@ class Engine:
         summary = StepSummary(*done, self.settings.train_batch_size, self.get_lr(), self._grad_norm, scale)
         self._reports.report(summary, self._losses)
         if self.loss_scaler is None:
-            stops = outcome.overflow and not alone
+            stops = outcome.overflow and not alone and not self.settings.bf16.check_grad_overflow
             return self._losses.not_finite(self.comm, self.global_steps) if stops else None
         if outcome.applied:
             self._losses.note_applied()

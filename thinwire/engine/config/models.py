@@ -24,8 +24,12 @@ def _capitalized(value: Any) -> Any:
     return value.capitalize() if isinstance(value, str) else value
 
 
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
 def _short_name(value: Any) -> Any:
-    return _OTHER_NAMES.get(value.lower(), value.lower()) if isinstance(value, str) else value
+    return _OTHER_NAMES.get(_lower(value), _lower(value)) if isinstance(value, str) else value
 
 
 _OTHER_NAMES = {
@@ -107,9 +111,11 @@ class Fp16Config(Section):
 
 
 class Bf16Config(Section):
-    """bf16 with fp32 master weights."""
+    """bf16 with fp32 master weights. `check_grad_overflow`: skip steps whose gradients are not finite, as fp16 does,
+    where they are an error otherwise."""
 
     enabled: bool = False
+    check_grad_overflow: bool = False
 
 
 class DataTypesConfig(Section):
@@ -230,11 +236,13 @@ class EngineConfig(Section):
     """A whole configuration, checked and complete; `thinwire.engine.config.load_config` makes it.
 
     `train_batch_size` = `train_micro_batch_size_per_gpu` · `gradient_accumulation_steps` · world size, in samples.
+    `managed_gradient_accumulation` false: every step() moves the weights, by all backwards since the last one.
     """
 
     train_batch_size: WholeNumber = Field(ge=1)
     train_micro_batch_size_per_gpu: WholeNumber = Field(ge=1)
     gradient_accumulation_steps: WholeNumber = Field(ge=1)
+    managed_gradient_accumulation: bool = True
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     fp16: Fp16Config = Fp16Config()
@@ -245,7 +253,7 @@ class EngineConfig(Section):
     communication_codec: BlockCodecName | tuple[BlockCodecName, BlockCodecName] | None = None
     prescale_gradients: bool = False
     gradient_predivide_factor: float = Field(default=1.0, gt=0)
-    gradient_allreduce_op: Literal["mean", "avg", "sum"] = "mean"
+    gradient_allreduce_op: Annotated[Literal["mean", "avg", "sum"], BeforeValidator(_lower)] = "mean"
     gradient_clipping: float = Field(default=0.0, ge=0)
     activation_checkpointing: ActivationCheckpointingConfig = Field(default_factory=ActivationCheckpointingConfig)
     sparse_attention: Mapping[str, Any] | None = None

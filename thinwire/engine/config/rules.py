@@ -292,6 +292,11 @@ def _layer_drop(config: EngineConfig) -> Iterator[str]:
             '"progressive_layer_drop.gamma" "auto" is 100 / "scheduler.params.total_num_steps", which is not there: '
             "give the scheduler one, or gamma as a number"
         )
+    if not config.managed_gradient_accumulation:
+        yield (
+            '"progressive_layer_drop" does not go with "managed_gradient_accumulation" false, as no backward is known '
+            "to be a step's last: delete one"
+        )
     if config.zero_optimization.stage == 3:
         yield (
             '"progressive_layer_drop" does not go with "zero_optimization.stage" 3, which expects every layer to run: '
