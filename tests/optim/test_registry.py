@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optim.subject import SUBJECTS, Subject
+from tests.optim.subject import SUBJECTS, Subject, next_send
 from tests.optim.training import make_model, train
 from thinwire.comm import Communicator, threads
 from thinwire.optim import registry
+from thinwire.optim.step import Send
 from thinwire.zero.memory import live_tensor_bytes
 
 ALONE = """
@@ -150,6 +151,29 @@ def test_a_run_says_what_it_saves(capsys: pytest.CaptureFixture[str], subject: S
         assert freeze[0].endswith(" kB a step from now on instead of 2.76 kB")
     assert last.startswith(f"thinwire: {subject.name} sent ")
     assert " in 40 steps, " in last
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=str)
+def test_clipping_an_adapter_of_8_kb_never_sends_more_than_its_gradients(subject: Subject) -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Sequential(nn.Linear(512, 2, bias=False), nn.Linear(2, 512, bias=False))
+        optimizer = subject.build(model, comm, max_norm=0.1, block_size=2048, bucket_bytes=None)
+        for _ in range(15):
+            before, exact = (optimizer.bytes_sent, optimizer.bytes_uncompressed), next_send(optimizer) is Send.EXACT
+            model(torch.ones(1, 512)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sent = optimizer.bytes_sent - before[0]
+            assert exact or sent < 0.6 * (optimizer.bytes_uncompressed - before[1])
+
+    threads.run(body, 2)
+
+
+def test_nothing_saved_is_no_saving(capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks are so much longer than the parameters that packets of them alone are longer than gradients."""
+    _, freeze, last = said(capsys, Subject("OneBitAdam", 0), 40, block_size=1 << 16)
+    assert freeze.endswith(" a step from now on and saves nothing: uncompressed gradients are 2.76 kB")
+    assert last.endswith(" in 40 steps, no less than uncompressed gradients")
 
 
 @pytest.mark.parametrize(("warmup", "advised"), [(1, 2), (4, 4)])

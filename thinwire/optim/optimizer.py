@@ -79,8 +79,10 @@ class SavingsReport:
             self._first_frozen = (steps, sent)
         elif self._first_frozen is not None and steps == self._first_frozen[0] + _STEPS_OF_A_MEAN:
             mean = (sent - self._first_frozen[1]) / _STEPS_OF_A_MEAN
+            saves = mean < self._uncompressed_step
+            instead = "instead of" if saves else "and saves nothing: uncompressed gradients are"
             self._say(
-                f"{self._name} froze after step {frozen_at}: {_amount(mean)} a step from now on instead of "
+                f"{self._name} froze after step {frozen_at}: {_amount(mean)} a step from now on {instead} "
                 f"{_amount(self._uncompressed_step)}"
             )
 
@@ -93,9 +95,10 @@ class SavingsReport:
                 + self._advice()
             )
             return
+        saved = self._uncompressed - self._sent
         self._say(
             f"{self._name} sent {_amount(self._sent)} in {self._steps:,} steps, "
-            f"{_amount(max(0, self._uncompressed - self._sent))} less than uncompressed gradients"
+            f"{_amount(saved) if saved > 0 else 'no'} less than uncompressed gradients"
         )
 
     def _advice(self) -> str:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import random
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -217,13 +218,25 @@ class NormSketch:
     square norm is an unbiased estimate of the vector's, with a relative standard deviation of at most √(2 / width):
     1.1% of the square, 0.55% of the norm, for 64 KB on the wire whatever the model's size.
 
-    Every step draws signs and columns anew, from its number: a resumed run has those of one that was not stopped."""
+    Every step draws signs and columns anew, from its number: a resumed run has those of one that was not stopped.
 
-    def __init__(self, comm: Communicator, device: torch.device, *, width: int = 16384, seed: int = 0) -> None:
+    Vectors that are no longer together than the sums, in bf16, are averaged in their place: that sends half of their
+    bytes in fp32 at most, and rounding changes the norm by less than 0.1%."""
+
+    def __init__(
+        self, comm: Communicator, numels: Mapping[int, int], device: torch.device, *, width: int = 16384, seed: int = 0
+    ) -> None:
+        """`numels`: of every vector by its number, the same on every rank."""
         self._comm = comm
         self._width = width
-        self._sums = torch.zeros(width, device=device)
         self._step = 0
+        numbers = sorted(numels)
+        *places, numel = accumulate((numels[number] for number in numbers), initial=0)
+        self._places = dict(zip(numbers, places, strict=True)) if numel <= 2 * width else None
+        if self._places is not None:
+            self._sums = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+            return
+        self._sums = torch.zeros(width, device=device)
         # One period of signs serves every vector, from another place, into other columns and under another sign each
         # time, so that no two elements share both sign and column more often than by chance.
         generator = torch.Generator().manual_seed(seed)
@@ -237,8 +250,11 @@ class NormSketch:
 
     def add(self, vector: Tensor, number: int) -> None:
         """Count the elements of this rank's vector `number`, floats of any shape; every number once a step."""
-        chance = random.Random((self._step << 32) + number)  # the same on every rank
         flat = vector.reshape(-1)
+        if self._places is not None:
+            self._sums[self._places[number] :][: flat.numel()].copy_(flat)
+            return
+        chance = random.Random((self._step << 32) + number)  # the same on every rank
         while flat.numel():
             place, column = chance.randrange(_PERIOD), chance.randrange(self._width)
             length = min(flat.numel(), _PERIOD - place)
@@ -249,7 +265,8 @@ class NormSketch:
     def norm(self) -> Tensor:
         """The estimate for everything added in this step, fp64 [] where the vectors are; not finite where any rank's
         was not. Collective."""
-        self._comm.all_reduce(self._sums, "mean")
+        if self._sums.numel():  # else nothing lies in a bucket yet
+            self._comm.all_reduce(self._sums, "mean")
         return self.own_norm()
 
     def own_norm(self) -> Tensor:

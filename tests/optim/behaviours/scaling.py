@@ -25,8 +25,8 @@ def clipping_is_by_the_averaged_gradients_norm(comm: Communicator, subject: Subj
         train(model, optimizer, [step])
         if send is Send.LOCAL:  # nobody hears of the others' gradients
             assert math.isnan(optimizer.last_step.grad_norm)
-        else:  # the sketch's standard deviation is 0.55%; most where two large elements share a column
-            tolerance = 1e-5 if send is Send.EXACT and subject.wire == "fp32" else 0.06
+        else:
+            tolerance = 1e-5 if send is Send.EXACT and subject.wire == "fp32" else 0.06 if send is Send.EXACT else 1e-3
             assert optimizer.last_step.grad_norm == pytest.approx(exact, rel=tolerance)
 
 

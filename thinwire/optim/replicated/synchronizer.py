@@ -221,15 +221,21 @@ class Synchronizer:
         self._step.begin()
         sends = self._layout.sends() if self._step.max_norm else set[Send]()
         sketched = bool(sends - {Send.EXACT})
-        if sketched and self._sketch is None:
-            self._sketch = NormSketch(self._layout.comm, self._table.parameters[0].device)
-        if self._sketch is not None:
-            self._sketch.begin(self._step.number)
-        self._step.sketch = self._sketch if sketched else None
+        if self._layout.buckets != self._watched[0]:
+            self._sketch = None
+        self._step.sketch = self._begin_sketch() if sketched else None
         between_legs = self._step.clip_by_sketch if sketched and Send.LOCAL not in sends else None
         if (buckets := self._layout.buckets, between_legs) != self._watched:
             self._watched = (buckets, between_legs)
             self.watcher.use(buckets, keeps_gradients=True, between_legs=between_legs)
+
+    def _begin_sketch(self) -> NormSketch:
+        if self._sketch is None:
+            slots = [slot for bucket in self._layout.buckets for slot in bucket.layout.slots]
+            numels = {slot.parameter: slot.numel for slot in slots}
+            self._sketch = NormSketch(self._layout.comm, numels, self._table.parameters[0].device)
+        self._sketch.begin(self._step.number)
+        return self._sketch
 
     def find_clip(self, absent: frozenset[int]) -> None:
         """The clip of steps in which averaged gradients are there, or only this rank's own. Collective."""
@@ -273,7 +279,11 @@ class Synchronizer:
         trainable = self._layout.trainable_unplaced
         order = agree_on_order(self._comm, trainable, self.watcher.arrived, self._table.describe)
         if order:
-            self.watcher.add(self._layout.place(order).buckets)
+            placed = self._layout.place(order).buckets
+            if self._step.sketch is not None:
+                self._sketch = None  # of what was there before
+                self._step.sketch = self._begin_sketch()
+            self.watcher.add(placed)
 
 
 def _square_of_averages(groups: Sequence[FreezeGroup], absent: frozenset[int]) -> Tensor:

@@ -49,7 +49,9 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         dtypes = [torch.float32 if one.dtype == torch.float32 else torch.bfloat16 for one in parameters.buckets]
         self._wire = Wire(parameters.exchange_comm, options, parameters.links, residual_dtypes=dtypes)
         self._watched: tuple[Sequence[BucketTransport], object] = ([], None)
-        self._sketch = NormSketch(parameters.exchange_comm, parameters.device) if options.clips_to else None
+        numels = {number: one.numel() for number, one in enumerate(parameters.order.parameters)}
+        clips = bool(options.clips_to)
+        self._sketch = NormSketch(parameters.exchange_comm, numels, parameters.device) if clips else None
         self.in_flight = Step(parameters.groups, options.averaging.divide_first, options.clips_to)
         options.averaging.prepare(self.parameters)
         self._begin_again()
