@@ -19,6 +19,7 @@ from thinwire.comm import Communicator
 from thinwire.deepspeed import utils, zero
 from thinwire.deepspeed.files.exporting import get_fp32_state_dict_from_zero_checkpoint as fp32_weights
 from thinwire.deepspeed.files.exporting import load_state_dict_from_zero_checkpoint
+from thinwire.deepspeed.runtime.zero.utils import is_zero_param
 from thinwire.zero.fsdp import local_run
 
 BF16 = {"bf16": {"enabled": True}}
@@ -291,6 +292,26 @@ def sixteen_bit_weights_are_those_of_the_file(comm: Communicator) -> None:
     sharded_less.close()
 
 
+def ranks_generate_by_themselves(comm: Communicator) -> None:
+    """With whole weights, and no collective: rank 0 alone runs the model."""
+    engine, other = (make_engine(comm, settings(3), seed) for seed in (0, 1))
+    train(engine, range(2))
+    inputs = batch(comm.rank, 0)[0]
+    with torch.no_grad():
+        expected = engine(inputs)
+        with zero.unwrap_model_for_generation(engine) as given:
+            assert given is engine
+            if comm.rank == 0:
+                for _ in range(2):
+                    assert torch.equal(engine(inputs), expected)
+                assert engine.module.mix.weight.shape == (FEATURES, FEATURES)
+        assert torch.equal(engine(inputs), expected)
+    assert all(map(is_zero_param, engine.module.parameters()))
+    assert not is_zero_param(torch.nn.Parameter(torch.ones(1)))
+    engine.load_module_state_dict({"module": make_model(1).state_dict()})
+    assert train(engine, range(1)) == train(other, range(1))
+
+
 class Routed(nn.Module):
     """Every rank sends its data through another expert."""
 
@@ -308,8 +329,11 @@ def leaf_modules_average_what_ranks_use_apart(comm: Communicator) -> None:
     torch.manual_seed(3)
     sharded = nn.Sequential(nn.Linear(FEATURES, FEATURES), Routed(comm.rank))
     expected = copy.deepcopy(sharded)
-    assert utils.set_z3_leaf_modules(sharded, ["Routed"]) == utils.get_z3_leaf_modules(sharded) == [sharded[1]]
-    engine, whole = (initialize(model=m, comm=comm, config=settings(s))[0] for m, s in ((sharded, 3), (expected, 0)))
+    config = settings(3, zero_optimization={"stage": 3, "leaf_module": {"classes": "Routed"}})
+    engine, whole = (
+        initialize(model=m, comm=comm, config=one)[0] for m, one in ((sharded, config), (expected, settings(0)))
+    )
+    assert utils.get_z3_leaf_modules(sharded) == [sharded[1]]
     wrapped = [name for name, one in engine.module.named_modules() if isinstance(one, FSDPModule)]
     assert wrapped == ["", "1"]
     for step in range(2):

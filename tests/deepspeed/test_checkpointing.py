@@ -75,6 +75,11 @@ def test_parameters_alone_need_gradients() -> None:
     with torch.no_grad():
         checkpointing.checkpoint(module, x)
     assert module.runs == 3
+    outputs: list[Tensor] = []
+    returned = checkpointing.CheckpointFunction.apply(module, outputs, x)
+    returned[1].sum().backward()
+    assert module.runs == 5
+    assert all(one is other for one, other in zip(outputs, returned, strict=True))
 
 
 def test_named_random_states_are_replayed() -> None:

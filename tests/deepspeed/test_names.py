@@ -32,14 +32,17 @@ assert dist.get_world_size() == 1 and not dist.is_initialized()
 # What most scripts import, in words that are not the table's: it would agree with itself.
 IMPORTS = """
 from thinwire.deepspeed import DeepSpeedEngine, OnDevice, PipelineModule, add_config_arguments, add_tuning_arguments
+from thinwire.deepspeed import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 from thinwire.deepspeed import comm, get_accelerator, init_distributed, init_inference, initialize, log_dist, zero
 from thinwire.deepspeed.accelerator import get_accelerator
 from thinwire.deepspeed.accelerator.real_accelerator import get_accelerator
 from thinwire.deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO, ds_to_universal
-from thinwire.deepspeed.comm import ReduceOp, all_gather, all_reduce, barrier, get_rank, new_group
+from thinwire.deepspeed.checkpointing import CheckpointFunction
+from thinwire.deepspeed.comm import ReduceOp, all_gather, all_reduce, barrier, get_rank, log_summary, new_group
 from thinwire.deepspeed.git_version_info import torch_info, version
 from thinwire.deepspeed.moe.layer import MoE
 from thinwire.deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from thinwire.deepspeed.monitor.config import DeepSpeedMonitorConfig, TensorBoardConfig, WandbConfig, get_monitor_config
 from thinwire.deepspeed.monitor.monitor import MonitorMaster
 from thinwire.deepspeed.ops import __compatible_ops__
 from thinwire.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
@@ -71,9 +74,13 @@ from thinwire.deepspeed.runtime.precision_config import get_bfloat16_config
 from thinwire.deepspeed.runtime.progressive_layer_drop import ProgressiveLayerDrop
 from thinwire.deepspeed.runtime.utils import clip_grad_norm_, see_memory_usage
 from thinwire.deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from thinwire.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from thinwire.deepspeed.runtime.zero import unwrap_model_for_generation
+from thinwire.deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
+from thinwire.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from thinwire.deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init, ZeroParamStatus
+from thinwire.deepspeed.runtime.zero.utils import is_zero_param
 from thinwire.deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live
+from thinwire.deepspeed.utils import set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from thinwire.deepspeed.utils import RepeatingLoader, instrument_w_nvtx, logger, safe_get_full_grad
 from thinwire.deepspeed.utils.groups import get_data_parallel_world_size
 from thinwire.deepspeed.utils.tensor_fragment import safe_get_full_fp32_param, safe_set_local_optimizer_state
@@ -83,6 +90,7 @@ from thinwire.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_
 
 NOT_OFFERED = {
     "init_inference": "serve the weights",
+    "monitor.trackio.TrackioMonitor": "tensorboard",
     "moe.layer.MoE": "no expert parallelism",
     "ops.transformer.DeepSpeedTransformerLayer": "scaled_dot_product_attention",
     "pipe.PipelineModule": "zero_optimization stage 3",
@@ -91,6 +99,7 @@ NOT_OFFERED = {
     "runtime.pipe.topology.PipeDataParallelTopology": "no pipeline parallelism",
     "runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live": "thinwire plan",
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "ShardedOptimizer",
+    "utils.groups.initialize": "no expert parallelism",
     "utils.timer.ThroughputTimer": "wall_clock_breakdown",
     "zero.TiledLinear": "offload_param",
 }

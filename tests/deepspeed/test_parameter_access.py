@@ -13,7 +13,9 @@ from tests.launching import on_threads
 from tests.refusing import refused
 from thinwire.comm import threads
 from thinwire.deepspeed import utils, zero
+from thinwire.deepspeed.parameters.sharded import mark_configured
 from thinwire.engine import NonFiniteError
+from thinwire.engine.config.models import LeafModuleConfig
 
 FP32, BF16, FP16 = {}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
 
@@ -169,6 +171,10 @@ def test_modules_are_marked_by_class_and_by_name() -> None:
     assert utils.set_z3_leaf_modules(model, ["ModuleList", "torch.nn.modules.activation.ReLU"]) == [model[0], model[2]]
     assert utils.unset_z3_leaf_modules(model, [nn.Linear, nn.ReLU]) == [model[0][0], model[1], model[2]]
     assert utils.get_z3_leaf_modules(model) == [model[0]]
+    assert utils.set_z3_leaf_modules_by_name(model, ["0", "0.0"], flag=False) == ([model[0], model[0][0]], [])
+    assert utils.set_z3_leaf_modules_by_name(model, ["0.0", "9"], raise_if_not_found=False) == ([model[0][0]], ["9"])
+    assert utils.set_z3_leaf_modules_by_suffix(model, ["0"]) == ([model[0], model[0][0]], [])
+    assert utils.get_z3_leaf_modules(model) == [model[0], model[0][0]]
     utils.set_z3_leaf_module(model, True)
     assert utils.z3_leaf_module(model)
     assert not utils.z3_leaf_module(model[1])
@@ -180,3 +186,8 @@ def test_what_is_not_there_is_said() -> None:
         refused(ValueError, r"Linear has no module of \[.*Conv2d", call, model, [nn.Conv2d])
         assert call(model, [nn.Conv2d], raise_if_not_found=False) == []
         refused(AssertionError, "is a list of classes, or of their names, got", call, model, nn.Linear)
+    for call in (utils.set_z3_leaf_modules_by_name, utils.set_z3_leaf_modules_by_suffix):
+        refused(ValueError, r"Linear has no module of \['experts'\]", call, model, ["experts"])
+        refused(AssertionError, "names are given as a list, got 'experts'", call, model, "experts")
+    with pytest.warns(RuntimeWarning, match="names no module of Linear"):
+        mark_configured(model, LeafModuleConfig.model_validate({"names": "experts"}))

@@ -12,9 +12,11 @@ from torch.optim.lr_scheduler import StepLR
 from tests.engine.tiny import FEATURES, MICRO, batch, loss_of, make_engine, make_model, settings, train
 from tests.launching import on_threads
 from tests.refusing import refused
-from thinwire import initialize
+from thinwire import deepspeed, initialize
 from thinwire.comm import threads
 from thinwire.deepspeed.getters import why_foreign
+from thinwire.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from thinwire.deepspeed.utils import safe_get_full_fp32_param
 from thinwire.engine import CallError, Engine
 
 
@@ -83,10 +85,14 @@ def test_getters_of_a_plain_configuration() -> None:
 
 def test_names_that_mean_nothing_here_say_so() -> None:
     engine = make_engine(None, settings())
-    with pytest.raises(AttributeError, match=r"no data_parallel_group: .*engine.comm has them"):
+    with pytest.raises(AttributeError, match=r"'TrainingEngine' .*'data_parallel_group': .*engine.comm has them"):
         _ = engine.data_parallel_group
-    with pytest.raises(AttributeError, match=r"no zero_sub_group_size: .*zero_reduce_bucket_size\(\)"):
+    with pytest.raises(AttributeError, match=r"'zero_sub_group_size': .*zero_reduce_bucket_size\(\)"):
         engine.zero_sub_group_size()
+    with pytest.raises(AttributeError, match=r"'TrainingEngine' .* 'nowhere': 'Tiny' object has no"):
+        _ = engine.nowhere
+    with pytest.raises(AttributeError, match=r"'TrainingEngine' object .*'to': .*would not follow"):
+        _ = engine.to
     assert not [name for name in dir(Engine) if why_foreign(name)]
     own = nn.Linear(2, 2)
     own.mpu = "the model's"
@@ -179,6 +185,68 @@ def test_loaders_of_the_engine() -> None:
 
     first, second = threads.run(body, 2)
     assert set(first) | set(second) == set(range(21))
+
+
+def test_a_loader_takes_the_place_of_another(tmp_path) -> None:
+    data = [(torch.full((FEATURES,), float(n)), n) for n in range(4 * MICRO)]
+    engine = make_engine(None, settings(), training_data=data)
+    engine.set_dataloader(engine.deepspeed_io(data, batch_size=2))
+    next(iter(engine.training_dataloader))
+    engine.save_checkpoint(tmp_path)
+    engine.set_dataloader(engine.deepspeed_io(data, batch_size=2))
+    engine.load_checkpoint(tmp_path)
+    assert engine.training_dataloader.consumed == 2
+    engine.set_dataloader([data])
+    train(engine, range(1))
+    assert next(iter(engine.training_dataloader)) is data
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_threads(2)
+def test_master_weights_follow_a_state_dict_that_is_loaded(comm, stage) -> None:
+    """In the next step: they have more bits than the parameters."""
+    engine, other = (make_engine(comm, settings(stage, bf16={"enabled": True}), seed) for seed in (0, 1))
+    train(other, range(2))
+    given = {name: one.clone() for name, one in other.module_state_dict().items()}
+    assert given.keys() - other.module_state_dict(exclude_frozen_parameters=True).keys() == {"frozen"}
+    train(engine, range(1))
+    refused(ValueError, '"module": the model', engine.load_module_state_dict, given)
+    refused(RuntimeError, "Missing key", engine.load_module_state_dict, {"module": {}})
+    engine.load_module_state_dict({"module": {}}, strict=False)
+    rank_1s = {name: one + comm.rank for name, one in given.items()}
+    engine.load_module_state_dict({"module": rank_1s})
+    for name, one in engine.module.named_parameters():
+        assert torch.equal(one, given[name])
+        if one.requires_grad:
+            assert torch.equal(safe_get_full_fp32_param(one), given[name].float())
+    seen = []
+    engine.load_module_state_dict({"module": given}, custom_load_fn=lambda src, dst: seen.append((src, dst)))
+    assert seen == [(given, engine.module)]
+    assert train(engine, range(1))
+
+
+def test_what_is_offloaded_on_a_cpu_is_there() -> None:
+    engine = make_engine(None, settings(1))
+    engine.offload_states(include=[OffloadStateTypeEnum.optim_states], device=OffloadDeviceEnum.cpu)
+    engine.reload_states(non_blocking=True)
+    refused(ValueError, "moves optim_states, hp_params", engine.offload_states, include=["moments"])
+    refused(ValueError, "to the cpu", engine.offload_states, device=OffloadDeviceEnum.nvme)
+    refused(AssertionError, "stages 1, 2 and 3", make_engine(None, settings(0)).offload_states)
+    engine.device = torch.device("cuda")
+    refused(NotImplementedError, "offload_optimizer", engine.offload_states)
+
+
+@on_threads(2)
+def test_the_summary_of_collectives_is_the_last_engines(comm, capsys) -> None:
+    engine = make_engine(comm, settings(comms_logger={"enabled": True}))
+    train(engine, range(1))
+    assert "all_gather" in deepspeed.comm.log_summary(return_dict=True)["summary"]
+    assert comm.rank == 1 or "collective" in capsys.readouterr().out
+    other = make_engine(comm, settings())
+    told = pytest.warns(RuntimeWarning, match="comms_logger") if comm.rank == 0 else nullcontext()
+    with told:
+        assert deepspeed.comm.log_summary() is None
+    other.close()
 
 
 def test_the_schedule_is_given_its_arguments() -> None:

@@ -21,7 +21,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.engine.checkpoint.kill import exit_code, fork
 from tests.engine.tiny import MICRO, make_engine, settings, train
 from thinwire.comm import Communicator, threads
-from thinwire.deepspeed.monitors import CsvMonitor, MonitorMaster, TensorBoardMonitor, WandbMonitor
+from thinwire.deepspeed.monitors import (
+    CsvMonitor,
+    DeepSpeedMonitorConfig,
+    MonitorMaster,
+    TensorBoardMonitor,
+    WandbMonitor,
+    get_monitor_config,
+)
 from thinwire.engine import monitor as monitor_module
 from thinwire.engine.config import load_config
 from thinwire.engine.config.models import WandbConfig
@@ -303,6 +310,9 @@ def test_monitors_of_a_section_alone(wandb, tmp_path: Path) -> None:
     on = {"enabled": True, "output_path": str(tmp_path), "job_name": "test"}
     sections = {"csv_monitor": on, "wandb": {"enabled": False, "team": "t"}}
     config = load_config({"train_batch_size": 2, "tensorboard": {}, **sections}, 2)
+    assert get_monitor_config(sections) == DeepSpeedMonitorConfig(csv_monitor=config.csv_monitor, wandb=config.wandb)
+    assert get_monitor_config(sections).enabled
+    assert not get_monitor_config({"train_batch_size": 2}).enabled
 
     def rank(comm: Communicator) -> None:
         board, files = TensorBoardMonitor(config), CsvMonitor(config.csv_monitor)

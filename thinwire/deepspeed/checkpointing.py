@@ -110,6 +110,17 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 non_reentrant_checkpoint = checkpoint
 
 
+class CheckpointFunction:
+    """`checkpoint` by the call of an autograd function."""
+
+    @staticmethod
+    def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+        """`checkpoint(run_function, *args)`; what comes back joins `all_outputs`, one by one, too."""
+        outputs = checkpoint(run_function, *args)
+        all_outputs += outputs if isinstance(outputs, tuple | list) else [outputs]
+        return outputs
+
+
 def configure(
     mpu_: Any = None,
     deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,

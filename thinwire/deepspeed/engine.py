@@ -4,7 +4,7 @@ which refuses what DeepSpeed's asserts against too."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +12,12 @@ from typing import Any, Literal
 import torch
 
 from thinwire.comm import detect
-from thinwire.deepspeed.errors import NotOfferedError
+from thinwire.deepspeed.errors import DeepSpeedUsageError, NotOfferedError
 from thinwire.deepspeed.getters import LossScaleConfig, why_foreign, with_getters
+from thinwire.deepspeed.parameters.gathering import GatheredParameters
 from thinwire.deepspeed.parameters.sharded import PREPARED
+from thinwire.deepspeed.ranks import note_logged
+from thinwire.deepspeed.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from thinwire.deepspeed.utilities import logger
 from thinwire.engine import Engine, EngineConfig
 from thinwire.engine.checkpoint.manifest import rank_file
@@ -35,6 +38,7 @@ class TrainingEngine(Engine):
 
     def __init__(self, job: Job, checkpoints: JobCheckpoints, reports: JobReports) -> None:
         super().__init__(job, checkpoints, reports)
+        note_logged(self.comm)
         if self.optimizer is not None:
             LossScaleConfig(job.loss_scale).show_on(self.optimizer)
 
@@ -42,7 +46,10 @@ class TrainingEngine(Engine):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            raise AttributeError(why_foreign(name) or str(error)) from None
+            why = why_foreign(name) or error
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}: {why}", name=name, obj=self
+            ) from None
 
     @property
     def sparse_tensor_module_names(self) -> frozenset[str]:
@@ -160,7 +167,70 @@ class TrainingEngine(Engine):
             pin_memory=pin_memory,
         )
 
-    # Weights
+    def set_dataloader(self, loader: Any) -> None:
+        """Have `training_dataloader` be another one. A checkpoint has the place in one that `deepspeed_io` made, and in
+        no other."""
+        self.training_dataloader = loader
+        self._job.loader = loader if isinstance(loader, ResumableLoader) else None
+        self._data_position = self._position_of_data()
+
+    # Weights and other state
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The model's state_dict(), at stage 3 of shards, without parameters that do not train if asked:
+        `whole_state_dict()` has all at every stage."""
+        every = self.module.named_parameters(remove_duplicate=False)
+        left_out = {name for name, one in every if exclude_frozen_parameters and not one.requires_grad}
+        return {name: one for name, one in self.module.state_dict().items() if name not in left_out}
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., object] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Give the model, and master weights with it, `checkpoint["module"]`, whole at every stage; rank 0's values
+        count. Collective.
+
+        `custom_load_fn(src=..., dst=model)` does it in load_state_dict's place. At stage 3 parameters are always
+        gathered for it, so that `fetch_z3_params` changes nothing. Raises, on every rank, what load_state_dict raises.
+        """
+        if not isinstance(checkpoint, Mapping) or "module" not in checkpoint:
+            raise ValueError('load_module_state_dict() takes {"module": the model\'s state_dict()}')
+        module = self.module
+        free_gathered(module)  # so that parameters are the shards
+        with GatheredParameters(list(module.parameters()), modifier_rank=0):
+            if custom_load_fn is not None:
+                custom_load_fn(src=checkpoint["module"], dst=module)
+            else:
+                module.load_state_dict(checkpoint["module"], strict=strict)
+
+    def offload_states(
+        self,
+        include: Iterable[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move state to CPU memory: nothing, for a model on a CPU.
+
+        Raises DeepSpeedUsageError, an AssertionError, at stage 0, as DeepSpeed does, and ValueError for another device
+        or kind of state; NotOfferedError, a NotImplementedError, on a GPU.
+        """
+        if not self.zero_optimization_stage():
+            raise DeepSpeedUsageError("offload_states() is for ZeRO stages 1, 2 and 3, and this engine is at stage 0")
+        kinds = list(OffloadStateTypeEnum)
+        if device != OffloadDeviceEnum.cpu or not all(one in kinds for one in include or ()):
+            raise ValueError(f"offload_states() moves {', '.join(kinds)} to the cpu, not {include} to {device}")
+        if self.device.type != "cpu":
+            raise NotOfferedError(
+                "state rests where zero_optimization has it: give its offload_optimizer or, at stage 3, offload_param "
+                'the "device" "cpu"'
+            )
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move what `offload_states` has moved back: nothing."""
 
     def save_16bit_model(
         self,

@@ -174,7 +174,7 @@ _FOREIGN = {
 
 def why_foreign(name: str) -> str | None:
     """Why an engine has no such attribute although DeepSpeed's has it; None for any other name."""
-    return f"an engine has no {name}: {_FOREIGN[name]}" if name in _FOREIGN else None
+    return _FOREIGN.get(name)
 
 
 class LossScaleConfig:

@@ -20,6 +20,7 @@ from thinwire.comm.agreement import on_every_rank
 from thinwire.deepspeed.engine import DeepSpeedEngine, TrainingEngine
 from thinwire.deepspeed.errors import DeepSpeedUsageError, NotOfferedError
 from thinwire.deepspeed.optimizers import DeepSpeedCPUAdam, FusedLion
+from thinwire.deepspeed.parameters.sharded import mark_configured
 from thinwire.deepspeed.sections import ZeRORuntimeException
 from thinwire.engine import ConfigError, EngineConfig
 from thinwire.engine.config.loading import read_json_object
@@ -83,6 +84,7 @@ def initialize(
     named = {"`config`": config, "`config_params`, its old name": config_params, "one on the command line": path}
     settings = load_settings(lambda: _only(named, ""), comm)
     given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+    mark_configured(model, settings.zero_optimization.leaf_module)
     return build_engine(TrainingEngine, given, settings, comm)
 
 
@@ -133,6 +135,7 @@ def initialize_as_deepspeed(
     settings = load_settings(lambda: config, comm)
     tree = config if isinstance(config, Mapping) else read_json_object(Path(config))
     _refuse_as_deepspeed(settings, tree, optimizer)
+    mark_configured(model, settings.zero_optimization.leaf_module)
     try:
         return build_engine(DeepSpeedEngine, given, settings, comm)
     except ValueError as error:

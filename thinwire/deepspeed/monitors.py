@@ -3,13 +3,14 @@ profiler's arguments."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import nn
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator
-from thinwire.engine.config.models import EngineConfig, MonitorConfig, WandbConfig
+from thinwire.engine.config.models import EngineConfig, MonitorConfig, Section, WandbConfig
 from thinwire.engine.flops_profiler import FlopsProfiler
 from thinwire.engine.monitor import SECTIONS, Monitor, place_of
 
@@ -55,10 +56,29 @@ class WandbMonitor(_SectionMonitor):
     _place = "wandb"
 
 
+class DeepSpeedMonitorConfig(Section):
+    """The sections of monitors, of which `get_monitor_config` reads one."""
+
+    tensorboard: MonitorConfig = MonitorConfig()
+    csv_monitor: MonitorConfig = MonitorConfig()
+    wandb: WandbConfig = WandbConfig()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether some monitor is."""
+        return self.tensorboard.enabled or self.csv_monitor.enabled or self.wandb.enabled
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    """The sections of monitors in a configuration."""
+    named = {name: param_dict[name] for name in DeepSpeedMonitorConfig.model_fields if name in param_dict}
+    return DeepSpeedMonitorConfig.model_validate(named)
+
+
 class MonitorMaster(Monitor):
     """All that a configuration has enabled. Collective; raises as `Monitor` does."""
 
-    def __init__(self, config: EngineConfig, comm: Communicator | None = None) -> None:
+    def __init__(self, config: EngineConfig | DeepSpeedMonitorConfig, comm: Communicator | None = None) -> None:
         places: dict[str, Any] = {name: place_of(getattr(config, section)) for name, section in SECTIONS.items()}
         super().__init__(comm or communication.init(), **places)
 

@@ -29,6 +29,7 @@ _NO_LAYERS = Instead(
 _NO_TILES = Instead(
     "use torch.nn.Linear; stage 3 gathers one layer at a time, and offload_param keeps the others in host memory"
 )
+_NO_HANDLES = Instead("a parameter is whole inside zero.GatheredParameters, which waits for it")
 _NO_INFERENCE = Instead("thinwire trains; serve the weights of engine.save_16bit_model() with transformers or vLLM")
 _NO_TIMERS = Instead('set "wall_clock_breakdown": true in the configuration, or use torch.profiler')
 _NO_BACKENDS = Instead(
@@ -46,6 +47,10 @@ _LAYOUTS = (
     "BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig "
     "LocalSlidingWindowSparsityConfig SparsityConfig VariableSparsityConfig"
 )
+_LEAVES = (
+    "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+    "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module"
+)
 _MONITORS = "MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor=CsvMonitor"
 
 NAMES: Mapping[str, Mapping[str, str]] = {
@@ -61,6 +66,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ".utilities": "OnDevice log_dist logger",
         ".pipe": "PipelineModule",
         ".runtime.zero": "zero=",
+        ".ops.transformer": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
         _NO_INFERENCE: "init_inference",
     },
     "accelerator": {".devices": "get_accelerator is_current_accelerator_supported"},
@@ -76,7 +82,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "comm": {
         ".ranks": "all_gather_into_tensor all_reduce allgather_fn=all_gather_into_tensor barrier broadcast "
         "get_local_rank get_rank get_world_group get_world_size "
-        "inference_all_reduce=all_reduce init_distributed is_initialized",
+        "inference_all_reduce=all_reduce init_distributed is_initialized log_summary",
         "torch.distributed": "P2POp ProcessGroup ReduceOp all_gather all_gather_object all_to_all all_to_all_single "
         "batch_isend_irecv broadcast_object_list destroy_process_group gather get_global_rank irecv is_available isend "
         "monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_fn=reduce_scatter_tensor "
@@ -90,6 +96,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "moe.layer": {_NO_EXPERTS: "MoE"},
     "moe.utils": {".utilities": "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"},
     "monitor.comet": {_NO_COMET: "CometMonitor"},
+    "monitor.config": {
+        ".monitors": "DeepSpeedMonitorConfig get_monitor_config",
+        "thinwire.engine.config.models": "CSVConfig=MonitorConfig TensorBoardConfig=MonitorConfig WandbConfig",
+    },
     "monitor.constants": {
         ".monitors": "CSV_MONITOR_ENABLED_DEFAULT CSV_MONITOR_JOB_NAME_DEFAULT CSV_MONITOR_OUTPUT_PATH_DEFAULT "
         "TENSORBOARD_ENABLED_DEFAULT TENSORBOARD_JOB_NAME_DEFAULT TENSORBOARD_OUTPUT_PATH_DEFAULT "
@@ -98,6 +108,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "monitor.csv_monitor": {".monitors": "csvMonitor=CsvMonitor"},
     "monitor.monitor": {".monitor.comet": "CometMonitor", ".monitors": _MONITORS, "thinwire.engine": "Monitor"},
     "monitor.tensorboard": {".monitors": "TensorBoardMonitor"},
+    "monitor.trackio": {_NO_COMET: "TrackioMonitor"},
     "monitor.wandb": {".monitors": "WandbMonitor"},
     "ops": {".devices": "__compatible_ops__=compatible_ops"},
     "ops.adagrad": {"torch.optim": "DeepSpeedCPUAdagrad=Adagrad"},
@@ -176,19 +187,26 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ".runtime.zero.partition_parameters": "GatheredParameters Init ZeroParamStatus register_external_parameter "
         "unregister_external_parameter",
         ".runtime.zero.tiling": "TiledLinear TiledLinearReturnBias",
+        ".parameters.gathering": "unwrap_model_for_generation",
     },
     "runtime.zero.config": {
         ".sections": "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
         "ZeroStageEnum"
     },
+    "runtime.zero.leaf_module_config": {
+        ".sections": "DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES",
+        "thinwire.engine.config.models": "DeepSpeedZeroLeafModuleConfig=LeafModuleConfig",
+    },
     "runtime.zero.offload_config": {
-        ".sections": "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum"
+        ".sections": "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum "
+        "OffloadStateTypeEnum"
     },
     "runtime.zero.partition_parameters": {
         ".parameters.gathering": "GatheredParameters",
         ".parameters.building": "Init",
         ".parameters.marks": "ZeroParamStatus register_external_parameter unregister_external_parameter",
         ".sections": "partitioned_param_data_shape",
+        _NO_HANDLES: "MultipleAllGatherHandles",
     },
     "runtime.zero.stage3": {
         _ENGINES_SHARDING: "DeepSpeedZeroOptimizer_Stage3",
@@ -199,17 +217,20 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         _PLAN: "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live",
     },
     "runtime.zero.tiling": {_NO_TILES: "TiledLinear TiledLinearReturnBias"},
-    "runtime.zero.utils": {".sections": "ZeRORuntimeException is_zero_supported_optimizer"},
+    "runtime.zero.utils": {
+        ".parameters.marks": "is_zero_param",
+        ".sections": "ZeRORuntimeException is_zero_supported_optimizer",
+    },
     "utils": {
-        ".parameters.marks": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules "
-        "z3_leaf_module",
+        ".parameters.sharded": _LEAVES,
         "thinwire.engine": "RepeatingLoader",
         ".utilities": "OnDevice instrument_w_nvtx log_dist log_dist_once logger set_log_level_from_string",
         ".parameters.fragments": ALL,
     },
     "utils.groups": {
         ".ranks": "get_data_parallel_group=get_world_group get_data_parallel_rank=get_rank "
-        "get_data_parallel_world_size=get_world_size get_model_parallel_rank get_model_parallel_world_size"
+        "get_data_parallel_world_size=get_world_size get_model_parallel_rank get_model_parallel_world_size",
+        _NO_EXPERTS: "initialize",
     },
     "utils.init_on_device": {".utilities": "OnDevice"},
     "utils.logging": {".utilities": "log_dist log_dist_once logger print_dist set_log_level_from_string"},
@@ -217,10 +238,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "utils.tensor_fragment": {".parameters.fragments": ALL},
     "utils.timer": {_NO_TIMERS: "SynchronizedWallClockTimer ThroughputTimer"},
     "utils.torch": {".utilities": "required_torch_version"},
-    "utils.z3_leaf_module": {
-        ".parameters.marks": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules "
-        "z3_leaf_module"
-    },
+    "utils.z3_leaf_module": {".parameters.sharded": _LEAVES},
     "utils.zero_to_fp32": {
         ".files.exporting": "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
         "load_state_dict_from_zero_checkpoint"

@@ -4,6 +4,9 @@ torch.distributed if it is initialised, else by the communicator that thinwire f
 from __future__ import annotations
 
 import os
+import threading
+import warnings
+import weakref
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -13,9 +16,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from thinwire import comm as communication
-from thinwire.comm import Communicator, threads
+from thinwire.comm import Communicator, LoggedCommunicator, threads
 from thinwire.deepspeed.errors import DeepSpeedUsageError
 
+_counted = threading.local()  # of each rank, where ranks are threads
 _HALF_AN_HOUR = timedelta(minutes=30)
 _BACKENDS = {"ccl": "gloo", "hccl": "gloo"}
 """Those of DeepSpeed's for devices that thinwire moves bytes to by another."""
@@ -121,6 +125,30 @@ def all_gather_into_tensor(
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
     work = _communicator().all_gather(output_tensor, input_tensor, async_op=async_op)
     return work if async_op else None
+
+
+def note_logged(comm: Communicator) -> None:
+    """Have `log_summary` tell of what is counted on these ranks, an engine's."""
+    _counted.comm = weakref.ref(comm) if isinstance(comm, LoggedCommunicator) else None
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Print, on rank 0, the collectives of the engine that was made last: all that "comms_logger" counts. Collective.
+
+    Times have the wait for late ranks in them, so that `show_straggler` changes nothing. `return_dict`: return them
+    too. Without "comms_logger" there is a warning, on rank 0, and no summary.
+    """
+    found: weakref.ref[LoggedCommunicator] | None = getattr(_counted, "comm", None)
+    comm = None if found is None else found()
+    if comm is not None:
+        return comm.log_summary(return_dict)
+    if get_rank() == 0:
+        warnings.warn(
+            'log_summary() has nothing to tell: give the configuration "comms_logger": {"enabled": true}',
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return None
 
 
 def _by_torch(group: Any) -> bool:

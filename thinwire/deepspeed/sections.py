@@ -17,7 +17,7 @@ from thinwire.deepspeed.errors import DeepSpeedUsageError
 from thinwire.engine import ConfigError as DeepSpeedConfigError
 from thinwire.engine import EngineConfig, load_config
 from thinwire.engine.config.loading import read_json_object
-from thinwire.engine.config.models import Bf16Config, Fp16Config
+from thinwire.engine.config.models import Bf16Config, Fp16Config, LeafModuleConfig
 from thinwire.engine.config.rules import complete_batch_sizes
 from thinwire.engine.config.sections import refusal_of
 
@@ -30,6 +30,18 @@ INITIAL_LOSS_SCALE, SCALE_WINDOW, MIN_LOSS_SCALE = "init_scale", "scale_window",
 DELAYED_SHIFT, CONSECUTIVE_HYSTERESIS = "delayed_shift", "consecutive_hysteresis"
 partitioned_param_data_shape = [0]  # what a parameter that zero.Init has cut shows
 ZeRORuntimeException = RuntimeError
+
+# Mixtures of experts in transformers
+DEFAULT_LEAF_MODULE_CLASSES = [
+    f"transformers.models.{module}.modeling_{module}.{name}"
+    for module, name in (
+        ("mixtral", "MixtralSparseMoeBlock"),
+        ("qwen2_moe", "Qwen2MoeSparseMoeBlock"),
+        ("qwen3_moe", "Qwen3MoeSparseMoeBlock"),
+    )
+]
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 _TEN_MILLION, _HUNDRED_MILLION, _BILLION = 10**7, 10**8, 10**9
 
@@ -148,6 +160,16 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Offload):
         return self.pipeline_read or self.pipeline_write
 
 
+class OffloadStateTypeEnum(StrEnum):
+    """Kinds of state that `engine.offload_states` is asked to move."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
 class ZeroStageEnum(IntEnum):
     """The stages of ZeRO: what is sharded, each with what stands above it."""
 
@@ -204,6 +226,13 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
             "stage3_gather_fp16_weights_on_model_save",
             "gather_16bit_weights_on_model_save",
         ),
+    )
+    leaf_module: LeafModuleConfig = Field(
+        default_factory=lambda: LeafModuleConfig(
+            classes=DEFAULT_LEAF_MODULE_CLASSES,
+            names=DEFAULT_LEAF_MODULE_NAMES,
+            name_suffixes=DEFAULT_LEAF_MODULE_NAME_SUFFIXES,
+        )
     )
     pipeline_loading_checkpoint: bool = False
     memory_efficient_linear: bool = True

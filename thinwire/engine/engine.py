@@ -100,8 +100,8 @@ class Engine:
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of `loss`, one value, and average them over the ranks at the accumulation boundary.
 
-        The loss is divided by `gradient_accumulation_steps`, and so it is returned, in fp32 and without a graph where
-        that changes it; in fp16 it is multiplied by the loss scale for this only. Without `scale_wrt_gas` it is not
+        The loss is divided by `gradient_accumulation_steps`, and so it is returned, without a graph where that changes
+        it; in fp16 it is multiplied by the loss scale for this only. Without `scale_wrt_gas` it is not
         divided: it is this micro-batch's share of the step's loss already. With `retain_graph` another backward can go
         through the same graph. Collective at the boundary.
 
@@ -117,7 +117,7 @@ class Engine:
             loss.backward(start, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             self._optimizer.end_backward()
         self._accumulation.end_backward()
-        return loss if parts is None or parts == 1 else loss.detach().float() / parts
+        return loss if parts is None or parts == 1 else loss.detach() / parts
 
     def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         """What to call backward() on in your own code: `engine.scale(loss).backward()` is `engine.backward(loss)`.
@@ -359,7 +359,7 @@ class Engine:
         self._data_position = self._position_of_data()
 
     def _position_of_data(self) -> dict[str, Any] | None:
-        return None if self.training_dataloader is None else self.training_dataloader.state()
+        return None if self._job.loader is None else self._job.loader.state()
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> NonFiniteError | None:
         """Move the weights; what went wrong where the optimizer has ended the step and training cannot just go on."""

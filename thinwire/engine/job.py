@@ -53,7 +53,7 @@ class ModelNames:
         return ModelDescription({name: one for name, one in parameters if name not in names})
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """`schedule`, `loader`, `loss_scale`, `recomputed`, `layer_drop`: None where there is none.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -237,6 +238,24 @@ def free_gathered(model: nn.Module) -> None:
         for module in model.modules():
             if (reshard := getattr(module, "reshard", None)) is not None:
                 reshard()
+
+
+@contextmanager
+def keep_gathered(model: nn.Module) -> Iterator[None]:
+    """Inside, every layer of a sharded model stays gathered, so that its forwards send nothing; of one that is whole,
+    nothing. Collective at the beginning."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "reshard")]
+    try:
+        for layer in layers:
+            layer.unshard()
+            if layer is not model:  # which stays gathered after a forward anyway
+                layer.set_reshard_after_forward(False, recurse=False)
+        yield
+    finally:
+        for layer in layers:
+            if layer is not model:
+                layer.set_reshard_after_forward(True, recurse=False)
+            layer.reshard()
 
 
 def local_run(parameter: Tensor) -> tuple[int, Tensor]:

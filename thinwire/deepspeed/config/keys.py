@@ -154,7 +154,6 @@ _ZERO = {
     **_idle(bool, _FSDP, *_STAGE_3_SWITCHES, *(f"stage3_{name}" for name in _STAGE_3_SWITCHES)),
     **_idle(WholeNumber, _FSDP, "sub_group_size", "stage3_partition_stream_chunk_size"),
     **_idle(bool, _FSDP, "memory_efficient_linear", "override_module_apply"),
-    **_idle(Object | None, _FSDP, "leaf_module"),
     **_idle(
         bool,
         "save_16bit_model always gathers the whole weights",

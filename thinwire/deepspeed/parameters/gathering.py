@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -28,8 +29,9 @@ from thinwire.deepspeed.parameters.marks import (
     register_external_parameter,
     set_status,
     shard_of,
+    shards_in,
 )
-from thinwire.zero.fsdp import WHOLE, gathered, is_sharded, local_run, whole
+from thinwire.zero.fsdp import WHOLE, gathered, is_sharded, keep_gathered, local_run, whole
 from thinwire.zero.home import find_state
 
 _tensor: Any = Tensor  # whose attributes are declared as their values' types, and are descriptors
@@ -162,6 +164,15 @@ class GatheredParameters:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Inside, the parameters of an engine or a model are whole on every rank, and forwards send nothing, so that every
+    rank may generate by itself; gives what was given. Collective, both ends."""
+    module = model if isinstance(model, nn.Module) else model.module
+    with GatheredParameters([one for one, _ in shards_in(module)]), keep_gathered(module):
+        yield model
 
 
 class _Gathering(ABC):

@@ -1,21 +1,19 @@
-"""Notes on a model for stage 3: the ranks that share a parameter and the layer it is gathered with, parameters of other
-modules that a forward uses, and modules that are gathered as one; and one parameter of a model that is built shard by
-shard: a placeholder without elements, whose values lie on all ranks."""
+"""Notes on parameters for stage 3: the ranks that share one and the layer it is gathered with, those of other modules
+that a forward uses; and one parameter of a model that is built shard by shard: a placeholder without elements, whose
+values lie on all ranks."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from thinwire.comm import Communicator
-from thinwire.deepspeed.errors import DeepSpeedUsageError
 from thinwire.zero.fsdp import is_sharded
 
 _MARK = "_thinwire_mark"
@@ -113,108 +111,6 @@ def external_parameters(module: nn.Module) -> Iterable[Tensor]:
 def _of(module: nn.Module) -> dict[int, Tensor]:
     found: dict[int, Tensor] = module.__dict__.setdefault(_EXTERNAL, {})
     return found
-
-
-# Modules that stage 3 gathers whole, though ranks may each use other parts of them, as with a mixture of experts
-
-_LEAF = "_z3_leaf"  # where scripts of DeepSpeed's look
-
-
-def set_z3_leaf_module(module: nn.Module, flag: bool) -> None:
-    """Say, before `initialize`, whether stage 3 takes the module as one, and cuts nothing inside of it apart."""
-    setattr(module, _LEAF, flag)
-
-
-def z3_leaf_module(module: nn.Module) -> bool:
-    """Whether the module is marked so."""
-    return bool(getattr(module, _LEAF, False))
-
-
-def complete_gradients(module: nn.Module) -> None:
-    """Have each backward through a leaf module bring gradients of all its parameters, zeros where this rank has not
-    used one, so that ranks average the same gradients. To be called once fully_shard has taken the module over.
-
-    In training its forward raises RuntimeError where no input requires a gradient: backward would not pass by.
-    """
-    module.register_forward_pre_hook(_prepare, with_kwargs=True)
-
-
-def _prepare(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    if not (torch.is_grad_enabled() and module.training and any(one.requires_grad for one in module.parameters())):
-        return None
-    values, structure = tree_flatten((args, kwargs))
-    places = [place for place, one in enumerate(values) if isinstance(one, Tensor) and one.requires_grad]
-    if not places:
-        name = type(module).__name__.removeprefix("FSDP")  # which fully_shard has put before it
-        raise RuntimeError(
-            f"no input of the leaf module {name} requires a gradient, so that no rank would learn which of its "
-            "parameters a backward has left out: call requires_grad_() on its input, or do not make it a leaf"
-        )
-    passed = _PassedLast.apply(lambda: _fill(module), *(values[place] for place in places))  # type: ignore[no-untyped-call]
-    for place, one in zip(places, passed, strict=True):
-        values[place] = one
-    return tree_unflatten(values, structure)
-
-
-@torch.no_grad()
-def _fill(module: nn.Module) -> None:
-    for one in module.parameters():
-        if one.requires_grad and one.grad is None:
-            one.grad = torch.zeros_like(one)
-
-
-class _PassedLast(torch.autograd.Function):
-    """Calls `then` when backward has left a module, before FSDP2 averages its gradients: its inputs come through here
-    after they have come through FSDP2's own function of this kind."""
-
-    @staticmethod
-    def forward(ctx: Any, then: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.then = then
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.then()
-        return (None, *gradients)
-
-
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The leaf modules of a model, itself among them."""
-    return [module for module in model.modules() if z3_leaf_module(module)]
-
-
-def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Make all modules of these classes, or of classes of these names, leaf modules; returns them.
-
-    Call it before `initialize`. Raises ValueError where there is none, unless `raise_if_not_found` is False.
-    """
-    return _mark(model, leaf_module_classes, True, raise_if_not_found)
-
-
-def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Make modules of these classes ordinary ones again; returns them. Raises as `set_z3_leaf_modules`."""
-    return _mark(model, leaf_module_classes, False, raise_if_not_found)
-
-
-def _mark(model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool, needed: bool) -> list[nn.Module]:
-    if isinstance(classes, str | type) or not all(isinstance(one, str | type) for one in classes):
-        raise DeepSpeedUsageError(f"leaf_module_classes is a list of classes, or of their names, got {classes!r}")
-    found = [module for module in model.modules() if any(_is_a(module, one) for one in classes)]
-    if needed and not found:
-        raise ValueError(f"{type(model).__name__} has no module of {list(classes)}: look at model.modules()")
-    for module in found:
-        set_z3_leaf_module(module, flag)
-    return found
-
-
-def _is_a(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
-    kind = type(module)
-    named = wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
-    return named if isinstance(wanted, str) else isinstance(module, wanted)
 
 
 # Placeholders
@@ -325,6 +221,11 @@ class ParameterShard:
         target = kept[: own.numel()]
         same = target.to(own.dtype) == own
         target.copy_(torch.where(same, target, own.to(target.dtype)))
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether ranks share a tensor, as zero.Init or stage 3 has cut it."""
+    return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
 
 
 def shard_of(parameter: Any) -> ParameterShard | None:

@@ -132,6 +132,22 @@ class OffloadConfig(Section):
     pin_memory: bool = False
 
 
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+_Names = Annotated[list[str], BeforeValidator(_listed)]
+
+
+class LeafModuleConfig(Section):
+    """Modules that stage 3 gathers as one, by class, as `Name` or `package.module.Name`, by name, or by how their names
+    in `model.named_modules()` end."""
+
+    classes: _Names = Field(default_factory=list)
+    names: _Names = Field(default_factory=list)
+    name_suffixes: _Names = Field(default_factory=list)
+
+
 class ZeroConfig(Section):
     """`stage` 1 shards master weights and optimizer state, 2 gradients as well, 3 parameters as well (FSDP2).
 
@@ -146,6 +162,7 @@ class ZeroConfig(Section):
     ignore_unused_parameters: bool = True
     offload_optimizer: OffloadConfig = OffloadConfig()
     offload_param: OffloadConfig = OffloadConfig()
+    leaf_module: LeafModuleConfig = Field(default_factory=LeafModuleConfig)
 
 
 class MonitorConfig(Section):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from thinwire.comm.operation_log import OPERATION_NAMES
 from thinwire.engine.config.errors import MOST_PROBLEMS, ConfigError, did_you_mean, reason, section_of, shown
-from thinwire.engine.config.models import EngineConfig, OffloadConfig, Section, ThinwireConfig
+from thinwire.engine.config.models import EngineConfig, LeafModuleConfig, OffloadConfig, Section, ThinwireConfig
 from thinwire.engine.config.options import LOCAL_UPDATES
 from thinwire.engine.config.sections import is_local_updates
 from thinwire.optim import registry
@@ -120,7 +120,11 @@ def settle_idle_keys(config: EngineConfig, without_effect: dict[str, str]) -> En
 
 def _at_default(section: _SomeSection, path: str) -> _SomeSection:
     key, _, inner = path.partition(".")
-    value = _at_default(getattr(section, key), inner) if inner else type(section).model_fields[key].get_default()
+    value = (
+        _at_default(getattr(section, key), inner)
+        if inner
+        else type(section).model_fields[key].get_default(call_default_factory=True)
+    )
     return section.model_copy(update={key: value})
 
 
@@ -148,6 +152,8 @@ def _idle_keys(config: EngineConfig) -> Iterator[tuple[str, str]]:
     if not zero.ignore_unused_parameters and zero.stage not in (1, 2):
         why = f"at stage {zero.stage} parameters without a gradient are left alone"
         yield "zero_optimization.ignore_unused_parameters", why
+    if zero.stage < 3 and zero.leaf_module != LeafModuleConfig():
+        yield "zero_optimization.leaf_module", f"at stage {zero.stage} parameters are not gathered"
     if zero.stage < 3 and zero.offload_param != OffloadConfig():
         why = f"at stage {zero.stage} every rank computes with its own whole parameters"
         yield "zero_optimization.offload_param", why
