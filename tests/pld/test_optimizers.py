@@ -55,11 +55,12 @@ def train(
     leave_out: bool = False,
     accumulations: tuple[int, ...] = (1,),
     zeroed: bool = False,
-) -> list[tuple[bool, ...]]:
-    """Which layers every step dropped; steps take the numbers of micro-batches in turn."""
+) -> list[tuple[bool, bool]]:
+    """Of every layer that a step has dropped, whether the optimizer was frozen and whether the layer moved, but for the
+    step that froze; steps take the numbers of micro-batches in turn."""
     schedule = ProgressiveLayerDrop(0.3, 1.0)
     handle = drop_layers(model, schedule, seed=12)
-    dropped = []
+    seen = []
     for step in range(STEPS):
         schedule.update_state(step)
         optimizer.zero_grad(set_to_none=not zeroed)
@@ -71,23 +72,27 @@ def train(
         if leave_out:
             optimizer.leave_out(handle.dropped_parameters())
         loss.backward()
-        dropped.append(dropped_layers(handle))
+        dropped = zip(handle.layers, dropped_layers(handle), strict=True)
+        before = {layer: weights(layer) for layer, gone in dropped if gone}
         optimizer.step()
-    return dropped
+        frozen = getattr(optimizer, "frozen", False)
+        if not frozen or step >= FREEZE + 1:
+            seen += [(frozen, not torch.equal(old, weights(layer))) for layer, old in before.items()]
+    return seen
 
 
 def trained_both_ways(
     comm: Communicator, kind: str, how: dict[str, Any] | None = None, **options: Any
-) -> tuple[list[Tensor], list[int]]:
-    """Weights and bytes, without and with `leave_out`."""
-    found, sent = [], []
+) -> tuple[list[Tensor], list[int], list[list[tuple[bool, bool]]]]:
+    """Weights, bytes and what became of dropped layers, without and with `leave_out`."""
+    found, sent, seen = [], [], []
     for leave_out in (False, True):
         model = make_stack()
         optimizer = build(kind, model, comm, **options)
-        train(optimizer, model, comm.rank, leave_out=leave_out, **how or {})
+        seen.append(train(optimizer, model, comm.rank, leave_out=leave_out, **how or {}))
         found.append(weights(model))
         sent.append(optimizer.bytes_sent)
-    return found, sent
+    return found, sent, seen
 
 
 def difference(waited: Tensor, left_out: Tensor) -> float:
@@ -96,34 +101,13 @@ def difference(waited: Tensor, left_out: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@on_threads(2)
-def test_a_dropped_layer_moves_only_once_one_bit_is_frozen(comm: Communicator, kind: str) -> None:
-    model = make_stack()
-    optimizer = build(kind, model, comm)
-    schedule = ProgressiveLayerDrop(0.3, 1.0)
-    handle = drop_layers(model, schedule, seed=12)
-    as_documented = []
-    for step in range(STEPS):
-        schedule.update_state(step)
-        before = [weights(layer) for layer in handle.layers]
-        optimizer.zero_grad()
-        model(batch(comm.rank, step)).square().mean().backward()
-        dropped = dropped_layers(handle)
-        optimizer.step()
-        frozen = getattr(optimizer, "frozen", False)
-        for gone, old, layer in zip(dropped, before, handle.layers, strict=True):
-            if gone and (not frozen or step >= FREEZE + 1):
-                as_documented.append(torch.equal(old, weights(layer)) != frozen)
-    seen = as_documented
-    assert len(seen) > 10
-    assert all(seen)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_step_is_the_same_with_fewer_bytes(kind: str) -> None:
-    (weights_of_first, (all_bytes, fewer_bytes)), (weights_of_second, _) = threads.run(
+def test_a_dropped_layer_moves_only_once_one_bit_is_frozen_and_the_step_is_the_same_with_fewer_bytes(kind: str) -> None:
+    (weights_of_first, (all_bytes, fewer_bytes), both_seen), (weights_of_second, *_) = threads.run(
         lambda comm: trained_both_ways(comm, kind), 2
     )
+    for seen in both_seen:
+        assert len(seen) > 10
+        assert all(frozen == moved for frozen, moved in seen)
     assert all(map(torch.equal, weights_of_first, weights_of_second))
     assert bool(weights_of_first[1].isfinite().all())
     assert fewer_bytes < 0.95 * all_bytes
