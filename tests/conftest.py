@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.compiled import compile_kernels_once
 from tests.launching import Jobs
 from tests.warm_python import WarmPython
 
@@ -31,6 +32,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+    compile_kernels_once()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.compiled import compile_kernels_once
 from tests.warm_python import wire
 
 
@@ -150,6 +151,7 @@ def run(start: Start, python: str) -> None:
 
 def warm_up(modules: list[str]) -> None:
     """Imports what the processes will need."""
+    compile_kernels_once()
     gc.disable()  # nearly all that imports make stays
     for name in modules:
         with contextlib.suppress(ImportError):  # an optional package: who needs it will say so
