@@ -144,17 +144,19 @@ SIZES: dict[Body, tuple[int, ...]] = {}
 EVERYWHERE: set[Body] = set()
 """Behaviours that what is rounded or packed may break, each by itself."""
 
-WARNS: dict[Body, str] = {}
-"""What a behaviour must warn of, once for each call of it on all ranks; nothing else may warn."""
+WARNS: dict[Body, tuple[str, tuple[int, ...]]] = {}
+"""What a behaviour must warn of, and at which stages, once for each call of it on all ranks; nothing else may warn."""
 
 
-def behaviour(*sizes: int, warns: str | None = None, everywhere: bool = False) -> Callable[[Body], Body]:
+def behaviour(
+    *sizes: int, warns: str | None = None, at: tuple[int, ...] = (0, 1, 2), everywhere: bool = False
+) -> Callable[[Body], Body]:
     """Try a body on these numbers of ranks."""
 
     def note(body: Body) -> Body:
         SIZES[body] = sizes
         if warns is not None:
-            WARNS[body] = warns
+            WARNS[body] = warns, at
         if everywhere:
             EVERYWHERE.add(body)
         return body

@@ -2,7 +2,8 @@
 one whose memory was given back.
 
 Whether a gradient was written to its version tells, a number that torch counts, and the address of its memory.
-A write of the values that are there already is no edit, as `clip_grad_norm_` makes to measure a norm, and one through
+A write of the values that are there already is no edit, as `clip_grad_norm_` makes to measure a norm; the first one is
+warned of, since before it clips it looks the same. One through
 `.data` or numpy leaves no version: so gradients, on an accelerator only those written to, are compared with a sample of
 the values that left, all of a small one and up to 64 evenly spaced of a larger one. An edit of a few elements of a
 large gradient can pass unseen, and so can one without a version that is made within the backward.
@@ -10,6 +11,7 @@ large gradient can pass unseen, and so can one without a version that is made wi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, Self
 
@@ -25,12 +27,13 @@ class Seal:
 
     `taken`: them. `used`: those of the last step, if what it left in `.grad` cannot be added to; empty once they are
     zeroed. `samples_values`: else versions alone tell of edits. Samples on an accelerator stay there. `written_back`:
-    a DistributedDataParallel writes gradients back during backward, after they have arrived here.
+    a DistributedDataParallel writes gradients back during backward, after they have arrived here. `warns`: of the first
+    write that changes nothing.
     """
 
     def __init__(self, parameters: Sequence[Tensor], describe: Callable[[int], str]) -> None:
         """`describe`: how an error message calls a parameter."""
-        self.samples_values, self.written_back = True, False
+        self.samples_values, self.written_back, self.warns = True, False, False
         self._parameters = parameters
         self._describe = describe
         self.used: dict[int, tuple[Any, int, int]] = {}
@@ -113,6 +116,16 @@ class Seal:
             if written and not may_write:
                 same = torch.split(one.view(bits) == other.view(bits), [len(sample) for sample in now.values()])
                 self.refuse(next(number for number, here in zip(now, same, strict=True) if not here.all()))
+        if self.warns and not (may_write or self.written_back) and self._values.keys() & edited:
+            self.warns = False
+            warnings.warn(
+                "gradients were written to between backward() and step(), with the values that they had, as "
+                "torch.nn.utils.clip_grad_norm_ does in a step that it does not clip. The first step that it clips "
+                "will be an error, as gradients have left by then: pass max_norm= to the optimizer, and remove the "
+                "call. To measure the norm, read optimizer.last_step.grad_norm",
+                RuntimeWarning,
+                stacklevel=7,
+            )
         return written
 
     def _edited(self) -> list[int]:

@@ -51,6 +51,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     def _move_in(self, home: Home, times_mean: float = 1.0) -> None:
         """Begin at step 0 in `home`; gradients are `times_mean` the mean over the ranks."""
         self._home = home
+        home.watcher.seal.warns = home.comm.rank == 0
         self._turn, alone = home.watcher.turn, home.comm.size == 1 and not self.comes_and_goes
         self._turn.alone, self._process = alone, None if alone else os.getpid()
         self._saved_name = self._saved_name or type(self).__name__

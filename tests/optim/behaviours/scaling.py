@@ -168,9 +168,10 @@ def _edit(model: nn.Module, how: str) -> None:
         weight.grad = others[how]
 
 
-@behaviour(2)
+@behaviour(2, warns="as torch.nn.utils.clip_grad_norm_ does in a step that it does not clip", at=(0, 1))
 def gradients_written_with_their_own_values_are_no_error(comm: Communicator, subject: Subject) -> None:
-    """As by `clip_grad_norm_(..., inf)`, by which trainers measure the norm; in a run beside, nobody does."""
+    """As by `clip_grad_norm_(..., inf)`, by which trainers measure the norm; in a run beside, nobody does. One that
+    will clip looks the same until then, so that the first is warned of."""
     model, beside = make_model(), make_model()
     optimizer, other = subject.build(model, comm), subject.build(beside, comm)
     for step in range(FREEZE + 3):
