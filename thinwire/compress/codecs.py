@@ -106,6 +106,18 @@ class Codec(ABC):
     def decode_mean(self, packets: Tensor, output: Tensor, numel: int) -> None:
         """Average `packets`, uint8 [workers, packet_bytes], summed in row order, into `output`, fp32 [shard]."""
 
+    def decode_mean_of(self, packets: Tensor, output: Tensor, numel: int, weights: Sequence[float] | None) -> None:
+        """Like `decode_mean`, with `weights` of the rows, which add up to 1; a row of weight 0 may hold anything."""
+        if weights is None:
+            self.decode_mean(packets, output, numel)
+            return
+        output.zero_()
+        for row, weight in enumerate(weights):
+            if weight:
+                one = torch.empty_like(output)
+                self.decode(packets[row : row + 1], one, numel)
+                output.add_(one, alpha=weight)
+
     @abstractmethod
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The packets, uint8 [rows, packet_bytes], of rows whose parts `parts` are the packets of, in order."""

@@ -136,6 +136,7 @@ class Exchange:
         self.takes_encoder = codec.has_kernels and error_feedback
         self.keeps_payload = True  # from commit to the next step, which writes it anew
         self.mask: Tensor | None = None
+        self.weights: Sequence[float] | None = None  # of leg 1's packets in the mean, if `advance` adjusts it
         self.numbers: Tensor | None = None  # of the step, see `number_headers`; None where headers are of one step
         self._average: Tensor | None = None
         self._next_average: Tensor | None = None
@@ -187,7 +188,7 @@ class Exchange:
             if adjust is None:
                 self.codec.average_and_encode(received, before, average[place], send, valid, mask)
             else:
-                self.codec.decode_mean(received, average[place], valid)
+                self.codec.decode_mean_of(received, average[place], valid, self.weights)
                 adjust(average[place], place)
                 if mask is not None:
                     average[place].mul_(mask.ne(0))

@@ -21,13 +21,21 @@ from tests.optim.diloco.tower import (
     make,
     outer_weights,
     outer_weights_agree,
+    places_of,
     relative_error,
+    spoil,
     streaming,
     train,
 )
 from thinwire.comm import CommunicationError, Communicator, Elastic, threads
-from thinwire.optim.diloco.fragments import Timetable, auto_fragments, cut_fragments, layers_of
-from thinwire.optim.diloco.outer import Correlation, OuterSettings
+from thinwire.optim.diloco.fragments import (
+    Correlation,
+    OuterSettings,
+    Timetable,
+    auto_fragments,
+    cut_fragments,
+    layers_of,
+)
 
 QHADAMW = partial(thinwire.optim.QHAdamW, betas=(0.98, 0.999))
 
@@ -113,6 +121,58 @@ def test_shared_state_is_averaged_as_weights_are(workers: int, inner: Any, share
     apart, _ = streaming(Tower(), workers, 20, named, loss_of, everything, **options)
     assert all(relative_error(one, expected) < 1e-6 for one in found)
     assert workers == 1 or relative_error(apart, expected) > 1e-3
+
+
+# By worker and step, of an outer step
+SPOILS: dict[str, dict[tuple[int, int], float]] = {
+    "none": {},
+    "scaled": {(0, 8): 1e3, (0, 14): -1e3, (1, 16): 40.0},
+    "flipped": {(0, 4): -1.0, (0, 6): -1.0},
+    "not finite": {(0, 8): float("nan"), (1, 10): float("inf")},
+    "all": {(worker, step): 50.0 for worker in range(4) for step in (8, 12, 14)},
+}
+
+
+@pytest.mark.parametrize("kind", list(SPOILS))
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.filterwarnings("ignore:the outer step")
+def test_workers_whose_outer_gradients_are_outliers_are_left_out(workers: int, kind: str) -> None:
+    """In float64, 5 outer steps of each of two fragments, of workers that read different numbers of tokens."""
+    options: dict[str, Any] = {"every": 4, "overlap": 0, "mix": 0.5, "outer_lr": 0.7, "guard": 3.0}
+    tokens = [512.0, 1024.0, 512.0, 768.0][:workers]
+
+    def body(comm: Communicator) -> tuple[Tensor, Tensor, int]:
+        model = Tower()
+        inner, given = torch.optim.AdamW, {"tokens": tokens[comm.rank], "fragments": 2, "outer_momentum": 0.5}
+        optimizer = make(comm, model, inner, lr=0.01, **options, **given)
+        spoil(optimizer, comm.rank, SPOILS[kind])
+        train(model, optimizer, 1, 20)
+        fragments = optimizer._home.fragments
+        return places_of(model, fragments), outer_weights(model, optimizer), flat(model.parameters()), optimizer
+
+    ran = threads.run(body, workers)
+    outer, replicas = streaming(
+        Tower(),
+        workers,
+        20,
+        lambda weights: torch.optim.AdamW(weights, lr=0.01),
+        loss_of,
+        ran[0][0],
+        momentum=0.5,
+        weigh=[one**2 for one in tokens],
+        spoils=SPOILS[kind],
+        **options,
+    )
+    for (_, common, own, _), wanted in zip(ran, replicas, strict=True):
+        assert torch.equal(common, ran[0][1])
+        assert relative_error(common, outer) < 1e-6
+        assert relative_error(own, wanted) < 1e-6
+    told = SPOILS[kind] if kind != "flipped" or workers > 2 else {}  # of two nobody knows who is right
+    least = sum(worker < workers for worker, _ in told)
+    assert len({one[3].left_out for one in ran}) == 1
+    assert ran[0][3].left_out == least if kind in ("none", "all") else ran[0][3].left_out >= least
+    steps = [step for worker, step in told if worker < workers]
+    assert ran[0][3].dropped_outer_steps == sum(steps.count(step) == workers for step in set(steps))
 
 
 class Renaming(torch.optim.SGD):
@@ -257,6 +317,8 @@ BAD = [
     ({"outer_lr": float("nan")}, ValueError, "outer_lr"),
     ({"outer_momentum": 1.0}, ValueError, "outer_momentum"),
     ({"codec": "int3"}, ValueError, "codec must be"),
+    ({"guard": 0.5}, ValueError, "guard must be a number from 1 up to, not including, inf, or None, got 0.5"),
+    ({"tokens": -1}, ValueError, "tokens must be a number from"),
     ({"share": {"exp_avg": 0}}, ValueError, r"share\['exp_avg'\] must be a whole number of at least 1"),
     ({"share": ["exp_avg"]}, TypeError, "share must say of kinds"),
     ({"stage": 1}, ValueError, "nodes="),
@@ -290,6 +352,8 @@ def test_options(comm: Communicator, options: dict[str, Any], error: type[Except
         ("block_size", (64, 128)),
         ("mix", (0.0, 0.5)),
         ("mix", (0.0, "carry")),
+        ("guard", (None, 3.0)),
+        ("tokens", (None, 512)),
         ("share", ({"exp_avg": 1}, {"exp_avg": 2})),
     ],
 )

@@ -26,6 +26,7 @@ from tests.optim.diloco.tower import (
     make_elastic,
     meeting,
     relative_error,
+    spoil,
     step,
     together,
 )
@@ -139,6 +140,38 @@ def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner() -> Non
     rounds = [{worker: [worker] for worker in present} for present in ((0, 1, 2), (0, 1), (0, 1, 3)) for _ in range(2)]
     wanted = algorithm_1(Tower(), rounds, loss_of, every=4, outer_lr=0.7, momentum=0.9)
     assert relative_error(first, wanted) < 1e-5  # fp32; a momentum begun anew leads to 0.1
+
+
+@pytest.mark.filterwarnings("ignore:the outer step")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_who_is_left_out_is_the_same_on_all_and_who_joins_knows_what_is_usual(ranks: int) -> None:
+    options: dict[str, Any] = {"every": 4, "fragments": 1, "overlap": 0, "guard": 3.0, "codec": "int8"}
+    options["elastic"] = replace(SETTINGS, workers=2)
+    come = threading.Event()
+
+    def body(worker: int, comm: Communicator) -> tuple[Tensor, Tensor, int]:
+        assert worker < 2 or come.wait(60)
+        model = Tower()
+        optimizer, home = make_elastic(model, comm=comm if ranks > 1 else None, **options)
+        spoil(optimizer, worker, {(0, 12): -1e3, (2, 24): 1e3, (0, 28): float("nan")})
+        while optimizer.steps < 32:
+            if optimizer.steps == 13:
+                come.set()
+            while optimizer.steps == 15 and comm.rank == 0 and worker < 2 and not home.membership.wanted:
+                time.sleep(0.01)
+            step(model, optimizer, worker)
+        known, left_out = home._guards[0].known.clone(), optimizer.left_out
+        optimizer.synchronize()
+        return flat(model.parameters()), known, left_out
+
+    def of(worker: int) -> Any:
+        return threads.run(lambda comm: body(worker, comm), ranks)
+
+    first, *others = [rank for node in together([lambda n=n: of(n) for n in range(3)]) for rank in node]  # type: ignore[misc]
+    for weights, known, _ in others:
+        assert torch.equal(weights, first[0])
+        assert torch.equal(known, first[1])
+    assert [first[2], others[-1][2]] == [3, 2]
 
 
 def test_momentum_that_is_kept_for_others_follows_the_settings_with_which_a_fragment_left() -> None:

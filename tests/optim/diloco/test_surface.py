@@ -10,7 +10,7 @@ from torch import nn
 
 import thinwire
 from tests.launching import on_threads
-from tests.optim.diloco.tower import Tower, flat, loss_of, make, outer_weights, train
+from tests.optim.diloco.tower import Tower, flat, loss_of, make, outer_weights, spoil, train
 from tests.optim.training import through_a_file
 from tests.zero.saved import Saved, join, save
 from thinwire.comm import Communicator, threads
@@ -40,6 +40,22 @@ def test_nodes_are_workers_that_average_gradients_exactly() -> None:
     for one in by_node:
         assert torch.equal(one, by_node[0])
         torch.testing.assert_close(one, by_rank[0], rtol=1e-5, atol=1e-6)
+
+
+def test_nodes_of_other_sizes_count_by_their_ranks_and_one_can_be_left_out() -> None:
+    """As in a job without the node that is."""
+    options: dict[str, Any] = {"every": 4, "fragments": 1, "overlap": 0, "guard": 3.0, "lr": 0.05}
+
+    def body(comm: Communicator, nodes: list[int], bad: int) -> torch.Tensor:
+        model = Tower()
+        optimizer = make(comm, model, nodes=nodes, **options)
+        spoil(optimizer, nodes[comm.rank], {(bad, 4): float("nan")})
+        train(model, optimizer, 1, 4)
+        return outer_weights(model, optimizer)
+
+    ran = threads.run(lambda comm: body(comm, [0, 0, 1, 2], 2), 4)
+    assert all(torch.equal(one, ran[0]) for one in ran)
+    torch.testing.assert_close(ran[0], threads.run(lambda comm: body(comm, [0, 0, 1], 2), 3)[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("inner", [torch.optim.AdamW, thinwire.optim.Muon])
@@ -265,6 +281,8 @@ NODES = [0, 0, 1, 1]
         (1, 2, torch.optim.AdamW, {"share": {"exp_avg": 1}}),
         *((workers, 19, torch.optim.AdamW, {"outer_lr": "auto"}) for workers in (1, 2)),
         *((workers, stop, torch.optim.AdamW, {"mix": "carry"}) for workers, stop in ((1, 4), (3, 5), (3, 7))),
+        *((workers, stop, torch.optim.AdamW, {"guard": 3.0}) for workers, stop in ((1, 10), (3, 7), (3, 10), (3, 20))),
+        (4, 10, torch.optim.AdamW, {"guard": 3.0, "tokens": 64, "nodes": [0, 0, 1, 2], "share": {"exp_avg": 1}}),
         (4, 4, torch.optim.AdamW, {"mix": "carry", "nodes": NODES, "param_dtype": torch.bfloat16}),
         (4, 20, torch.optim.AdamW, {"outer_lr": "auto", "nodes": NODES, "share": {"exp_avg": 2}}),
         (3, 14, torch.optim.AdamW, {"share": {"exp_avg": 1, "exp_avg_sq": 2}}),
@@ -279,6 +297,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
 ) -> None:
     model = Tower()
     optimizer = make(comm, model, inner, **OPTIONS | options)
+    spoils = {(0, 9): 1e3, (0, 12): 1e3, (1, 18): 40.0} if "guard" in options else {}
+    worker = options["nodes"][comm.rank] if "nodes" in options else comm.rank
+    spoil(optimizer, worker, spoils)
     train(model, optimizer, 1, stopped_at)
     saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     train(model, optimizer, stopped_at + 1, 26)
@@ -288,6 +309,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
         for parameter in other.parameters():
             parameter.zero_()
     resumed = make(comm, other, inner, **OPTIONS | options | {"lr": 0.5})
+    spoil(resumed, worker, spoils)
     other.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
     assert resumed.steps == stopped_at
@@ -295,6 +317,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
     assert torch.equal(flat(other.parameters()), flat(model.parameters()))
     assert torch.equal(outer_weights(other, resumed), outer_weights(model, optimizer))
     assert resumed.bytes_sent == optimizer.bytes_sent
+    assert bool(spoils) == (optimizer.left_out > 0)
 
 
 @pytest.mark.parametrize(("workers", "others"), [(2, 3), (3, 2), (2, 1), (1, 2)])

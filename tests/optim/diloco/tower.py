@@ -17,6 +17,7 @@ import thinwire
 from thinwire.comm import Communicator, Elastic
 from thinwire.optim.diloco import elastic_meeting
 from thinwire.optim.diloco.elastic_home import ElasticHome
+from thinwire.optim.diloco.fragments import Fragment
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -38,11 +39,15 @@ def streaming(
     outer_lr: float | str,
     momentum: float,
     share: Mapping[str, int] | None = None,
+    weigh: Sequence[float] | None = None,
+    spoils: Mapping[tuple[int, int], float] | None = None,
+    guard: float | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """The outer weights, and each worker's own, flat, after `steps`; `fragments`: places in the flat weights; `share`:
     state of which workers take the mean after every so many outer steps, of a single fragment without overlap;
     `mix`: or "carry", which keeps what was done in flight; `outer_lr`: or "auto", by which
-    η (1 + μ / (1 - μ rho)) (1 - mix) = 1.
+    η (1 + μ / (1 - μ rho)) (1 - mix) = 1; `weigh`: what workers do; `spoils`: by worker and step a factor of what it
+    has done since; `guard`: deviations beyond which a worker is left out, and goes on from the outer weights.
 
     Algorithm 2; with one fragment, no overlap and mix 0, Algorithm 1. The outer optimizer is torch's own SGD.
     """
@@ -54,18 +59,30 @@ def streaming(
     gradients: list[list[Tensor]] = [[] for _ in fragments]
     arriving: dict[tuple[int, int], Tensor] = {}
     departed: dict[int, Tensor] = {}
+    judges = [Judge(guard) for _ in fragments]
     taken = 1.0 if isinstance(mix, str) else 1 - mix
     for step in range(1, steps + 1):
         for worker, (replica, optimizer) in enumerate(zip(replicas, inner, strict=True)):
             optimizer.zero_grad()
             loss_of(replica, worker, step).backward()
-            optimizer.step()
+            if flat(one.grad for one in replica.parameters()).isfinite().all():
+                optimizer.step()
         own = torch.stack([flat(replica.parameters()) for replica in replicas])
         for number, places in enumerate(fragments):
             if (step - -(-(number + 1) * every // len(fragments))) % every == 0:
-                arriving[number, step + overlap] = outer[number].detach() - own[:, places].mean(0)
+                for worker in range(workers):
+                    factor = (spoils or {}).get((worker, step), 1.0)
+                    own[worker, places] = torch.lerp(outer[number].detach(), own[worker, places], factor)
+                arriving[number, step + overlap] = outer[number].detach() - own[:, places]
                 departed[number] = own[:, places].clone()
-            if (gradient := arriving.pop((number, step), None)) is not None:
+            if (sent := arriving.pop((number, step), None)) is not None:
+                kept = judges[number].kept(sent) if guard else torch.ones(workers).double()
+                if not kept.any():
+                    own[:, places] = outer[number].detach()
+                    judges[number].follow(sent)
+                    continue
+                shares = kept * torch.tensor(weigh or [1.0] * workers).double()
+                gradient = (shares[:, None] * sent.where(kept[:, None] > 0, 0)).sum(0) / shares.sum()
                 outer[number].grad = gradient
                 if outer_lr == "auto":
                     optimizers[number].param_groups[0]["lr"] = 1 / taken / long_run(gradients[number], momentum)
@@ -74,6 +91,9 @@ def streaming(
                 carried = own[:, places] - departed[number]
                 own[:, places] = (1 - taken) * own[:, places] + taken * outer[number].detach()
                 own[:, places] += carried if mix == "carry" else 0
+                own[:, places] = own[:, places].where(kept[:, None] > 0, outer[number].detach())
+                if guard:
+                    judges[number].follow(sent)
         for replica, weights in zip(replicas, own, strict=True):
             torch.nn.utils.vector_to_parameters(weights, replica.parameters())
         for kind in (kind for kind, times in (share or {}).items() if step % (times * every) == 0):
@@ -87,6 +107,49 @@ def streaming(
     for weights, places in zip(outer, fragments, strict=True):
         common[places] = weights.detach()
     return common, list(own)
+
+
+class Judge:
+    """Says whose outer gradients of a fragment, [workers, elements], are outliers: by norms beyond so many standard
+    deviations of those so far and twice their mean, of three beyond three times the middle one; by negative cosines
+    with the median of directions; or as they are not finite."""
+
+    def __init__(self, deviations: float | None) -> None:
+        self.deviations = deviations or 0.0
+        self.mean = self.variance = self.most = 0.0
+
+    def kept(self, sent: Tensor) -> Tensor:
+        norms = sent.norm(dim=1)
+        middle = norms[norms.isfinite()].median().item() if norms.isfinite().any() else 0.0
+        if not self.mean:
+            self.mean, self.variance = middle, 4 * middle**2
+        self.most = self.mean + max(self.deviations * self.variance**0.5, self.mean)
+        self.most = min(self.most, 3 * middle) if len(sent) > 2 else self.most
+        kept = norms <= self.most
+        if kept.sum() > 2:
+            directions = sent / norms[:, None]
+            kept &= directions @ directions[kept].quantile(0.5, dim=0) >= 0
+        return kept.double()
+
+    def follow(self, sent: Tensor) -> None:
+        kept, norms = self.kept(sent) > 0, sent.norm(dim=1)
+        norms = norms[kept] if kept.any() else norms[norms.isfinite()].clamp(max=self.most)
+        if len(norms):
+            self.variance = 0.8 * self.variance + 0.2 * (norms - self.mean).square().mean().item()
+            self.mean = 0.8 * self.mean + 0.2 * norms.mean().item()
+
+
+def spoil(optimizer: thinwire.DiLoCo, worker: int, spoils: Mapping[tuple[int, int], float]) -> None:
+    """Have a worker send so many times what it has done since the last outer step, by worker and step."""
+    home = optimizer._home
+
+    def hook(*_: Any) -> None:
+        factor = spoils.get((worker, home.steps + 1))
+        for fragment in home._timetable.leaving(home.steps + 1) if factor is not None else ():
+            outer, own = home.weights.outer(fragment), home.weights.replica(fragment)
+            home.weights.set(fragment, outer.clone(), torch.lerp(outer, own, factor))
+
+    optimizer.inner.register_step_post_hook(hook)
 
 
 def long_run(gradients: Sequence[Tensor], momentum: float) -> float:
@@ -180,6 +243,15 @@ def outer_weights(model: nn.Module, optimizer: thinwire.DiLoCo) -> Tensor:
     return found
 
 
+def places_of(model: nn.Module, fragments: Iterable[Fragment]) -> list[Tensor]:
+    """Of fragments in the flat weights."""
+    starts = [0, *torch.tensor([one.numel() for one in model.parameters()]).cumsum(0).tolist()]
+    return [
+        torch.cat([starts[piece.parameter] + piece.start + torch.arange(piece.numel) for piece in one.pieces])
+        for one in fragments
+    ]
+
+
 def relative_error(given: Tensor, wanted: Tensor) -> float:
     return float((given.double() - wanted).norm() / wanted.norm())
 
@@ -198,11 +270,7 @@ def follows_the_published_algorithms(
     every = 6 if overlap else 4
     options = {"every": every, "overlap": overlap, "mix": mix, "outer_lr": outer_lr}
     optimizer = make(comm, model, torch.optim.AdamW, lr=0.01, fragments=fragments, outer_momentum=momentum, **options)
-    starts = [0, *torch.tensor([one.numel() for one in model.parameters()]).cumsum(0).tolist()]
-    places = [
-        torch.cat([starts[piece.parameter] + piece.start + torch.arange(piece.numel) for piece in one.pieces])
-        for one in optimizer._home.fragments
-    ]
+    places = places_of(model, optimizer._home.fragments)
     assert sum(map(len, places)) == NUMEL
     train(model, optimizer, 1, 5 * every + overlap)
     outer, replicas = streaming(

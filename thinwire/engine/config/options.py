@@ -158,6 +158,8 @@ class LocalUpdatesOptions(OptionModel):
     block_size: BlockSize = 2048
     nodes: list[Annotated[WholeNumber, Field(ge=0)]] | Literal["auto", "flat"] = "auto"
     share: dict[str, Count] | None = None
+    guard: Positive | None = None
+    tokens: Positive | None = None
     comm_backend_name: Backend = unset()
     stage: Literal[None] = only(None, 'it is "zero_optimization.stage", inside a worker of several ranks')
     max_norm: Annotated[Literal[0] | None, BeforeValidator(without_exponent)] = only(0, 'use "gradient_clipping"')

@@ -1,12 +1,11 @@
 """Checkpoints of local updates: outer weights and momentum by their owners; each worker's own replica, inner state and
-residual, of which another number of workers takes the means. An elastic worker's checkpoint is whole, so that any of a
-job's workers can be left away, as if it had died, and others added."""
+residual, of which another number of workers takes the means."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -14,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.optim.diloco.fragments import Fragment, Piece
-from thinwire.optim.diloco.outer import Arrived, OuterOptimizer, OuterState, UnderWay
-from thinwire.optim.diloco.outer_weights import KeptMomentum, OuterWeights
+from thinwire.optim.diloco.fragments import Correlation, Fragment, Guard, OuterOptimizer, Piece, Told
+from thinwire.optim.diloco.outer import Arrived, OuterState, UnderWay
+from thinwire.optim.diloco.outer_weights import OuterWeights
 from thinwire.optim.diloco.worker import Worker
 from thinwire.optim.home import ranks_to_resume
 from thinwire.zero.rank_state import warn_of_lost_residuals
@@ -33,12 +32,13 @@ from thinwire.zero.saved_state import (
 
 _WORKER_RESIDUAL = "worker_residual"
 _OWNER_RESIDUAL = "owner_residual"
-_MOMENTUM = "outer_momentum"
+OUTER_MOMENTUM = "outer_momentum"
 _ARRIVING = "arriving"
 _REPLICA = "replica"
 _COMMON = "common"
 _INNER = "inner."
-_CORRELATION = "correlation"
+_DEPARTED = "departed"
+_TOLD = "told"
 
 
 class SavedPlace(BaseModel):
@@ -98,6 +98,7 @@ class LocalCheckpoint:
     shape: Sequence[int]
     shared: Mapping[str, tuple[list[int], bool]]
     outer: OuterOptimizer
+    guards: Sequence[Guard | None]
 
     def slices(self, under_way: Sequence[UnderWay]) -> list[SavedSlice]:
         """What this rank owns of the outer weights, momentum and residuals, and of what is in flight."""
@@ -108,7 +109,7 @@ class LocalCheckpoint:
                 continue
             own = slice(outer_step.own.start, min(outer_step.own.stop, fragment.numel))
             outer = self.weights.outer(number)
-            flat = {_MOMENTUM: outer_step.momentum, _OWNER_RESIDUAL: outer_step.owner_residual}
+            flat = {OUTER_MOMENTUM: outer_step.momentum, _OWNER_RESIDUAL: outer_step.owner_residual}
             arrived = arriving.get(number)
             for piece, place in fragment.overlaps(own):
                 name, start = self.names[piece.parameter], piece.start + place.start - piece.offset
@@ -126,8 +127,9 @@ class LocalCheckpoint:
                     found.append(SavedSlice(_of(fragment.kind, _ARRIVING), name, start, arrived.update[place]))
         return found
 
-    def rank_tensors(self) -> dict[str, Tensor]:
-        """This worker's own: its replica of the weights, its inner state, its residual."""
+    def rank_tensors(self, under_way: Sequence[UnderWay]) -> dict[str, Tensor]:
+        """This worker's own: its replica of the weights, its inner state, its residual, what is kept of a fragment
+        in flight."""
         found = {f"{_INNER}{kind}.{name}": one for (kind, name), one in self.worker.saved(self.names).items()}
         replica = self._whole("", self.weights.replica, torch.float32)
         found |= {f"{_REPLICA}.{name}": values for name, values in replica.items()}
@@ -135,7 +137,12 @@ class LocalCheckpoint:
             for kind in ("", *self.shared):
                 residual = self._whole(kind, self._residual, kept[0].dtype)
                 found |= {f"{_of(kind, _WORKER_RESIDUAL)}.{name}": values for name, values in residual.items()}
-        return found | {f"{_CORRELATION}.{number}": one.known for number, one in enumerate(self.outer.correlations)}
+        for one in under_way:
+            if one.departed is not None:
+                found[f"{_DEPARTED}.{one.fragment}"] = one.departed
+            if one.arrived is not None and one.arrived.told is not None:
+                found[f"{_TOLD}.{one.fragment}"] = one.arrived.told.tensor()
+        return found | {key: one.known for key, one in self._histories.items()}
 
     def counters(self, step: int, met_at: int, under_way: Sequence[UnderWay]) -> dict[str, Any]:
         """Where the run is."""
@@ -166,7 +173,7 @@ class LocalCheckpoint:
             numels[name] = self.worker.parameters[self.names.index(name)].numel()
             if source.dtype_of("master", name) is None:
                 check_saved(source, "weight", name)
-            check_saved(source, _MOMENTUM, name)
+            check_saved(source, OUTER_MOMENTUM, name)
             for rank in ranks or ():
                 if f"{_REPLICA}.{name}" not in source.rank_keys(rank):
                     raise DamagedStateError(f"it lacks the weights {name!r} of rank {rank}")
@@ -205,16 +212,24 @@ class LocalCheckpoint:
                         update = whole[piece.start : piece.start + piece.numel]
                         outer[piece.offset : piece.offset + piece.numel] -= update
             self.weights.set(number, outer, replica)
-        for number, one in enumerate(self.outer.correlations):
-            one.reset()
-            key = f"{_CORRELATION}.{number}"
-            if goes_on and ranks and key in source.rank_keys(ranks[0]):
-                one.known.copy_(source.read_rank(key, ranks[0]))
+        first = (ranks or (0,))[0]
+        keys = source.rank_keys(first) if goes_on and ranks else ()
+        for key, history in self._histories.items():
+            history.reset()
+            if key in keys:
+                history.known.copy_(source.read_rank(key, first))
         self._load_inner(source, saved["inner_kinds"], ranks)
         under_way = []
         for number, left_at in saved["under_way"] if goes_on else ():
             settings = self.outer.of(number, self.fragments[number].kind)
-            under_way.append(UnderWay(number, left_at, settings, True, self._arrived(number, updates)))
+            departed, told = f"{_DEPARTED}.{number}", f"{_TOLD}.{number}"
+            arrived = self._arrived(number, updates)
+            if told in keys:
+                arrived = replace(arrived, told=Told.read(source.read_rank(told, first)))
+            one = UnderWay(number, left_at, settings, True, arrived)
+            if departed in keys:
+                one.departed = mean_over_ranks(source, departed, ranks or ()).to(self.weights.outer(number).device)
+            under_way.append(one)
         return saved["step"], saved["met_at"], under_way
 
     def load_weights(self, source: SliceSource) -> None:
@@ -223,6 +238,13 @@ class LocalCheckpoint:
             if not fragment.kind:
                 outer = torch.cat([self._read_weight(source, piece) for piece in fragment.pieces])
                 self.weights.set(number, outer, outer)
+
+    @property
+    def _histories(self) -> dict[str, Correlation | Guard]:
+        """What fragments' outer steps so far tell, by the key under which it is saved."""
+        found: dict[str, Correlation | Guard] = {}
+        found |= {f"correlation.{number}": one for number, one in enumerate(self.outer.correlations)}
+        return found | {f"guard.{number}": one for number, one in enumerate(self.guards) if one is not None}
 
     def _read_updates(self, source: SliceSource, arriving: Sequence[Sequence[Any]]) -> dict[tuple[str, int], Tensor]:
         """What was in flight, by kind of state and the parameter's number, zeros in what was not; `arriving`: (name,
@@ -248,7 +270,7 @@ class LocalCheckpoint:
     ) -> None:
         outer_step.reset()
         own = outer_step.own
-        for kind, one in ((_MOMENTUM, outer_step.momentum), (_OWNER_RESIDUAL, outer_step.owner_residual)):
+        for kind, one in ((OUTER_MOMENTUM, outer_step.momentum), (_OWNER_RESIDUAL, outer_step.owner_residual)):
             values = None if one is None else self.read_flat(source, _of(fragment.kind, kind), fragment)
             if one is not None and values is not None:
                 part = values[own.start : own.stop]
@@ -335,66 +357,3 @@ def _of(kind: str, role: str) -> str:
 
 ELASTIC = "elastic"
 """The key of what only elastic workers count."""
-
-MakeCheckpoint = Callable[[Sequence[OuterState]], LocalCheckpoint]
-
-
-def saved_states(
-    fragments: Sequence[Fragment], states: Sequence[OuterState], momentum: KeptMomentum, *, leads: bool
-) -> list[OuterState]:
-    """Of each fragment what this worker can save as if it owned all of it; of a node its first rank."""
-    found: list[OuterState] = []
-    for number, (fragment, state) in enumerate(zip(fragments, states, strict=True)):
-        if not leads:
-            found.append(state)
-            continue
-        place = slice(state.own.start, min(state.own.stop, fragment.numel))
-        numel = max(0, place.stop - place.start)
-        whole = momentum.of(number).clone()
-        whole[place] = state.momentum[:numel]
-        residual = None
-        if state.owner_residual is not None:
-            residual = torch.zeros_like(whole)
-            residual[place] = state.owner_residual[:numel]
-        every = slice(0, fragment.numel)
-        found.append(OuterState(every, whole, state.worker_place, state.worker_residual, residual))
-    return found
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A worker as it was saved: `states` of the outer steps, `steps`, `under_way`; `place`: see SavedPlace; `run`: what
-    tells the saved run apart from others."""
-
-    states: list[OuterState]
-    steps: int
-    under_way: list[UnderWay]
-    place: SavedPlace | None
-    run: str
-
-
-def load_worker(source: SliceSource, take_up: MakeCheckpoint, momentum: KeptMomentum, *, leads: bool) -> Loaded:
-    """Take up what a worker saved, `momentum` included, which the first rank of a node has; `take_up`: a checkpoint of
-    the worker with these states."""
-    counted = source.counters()
-    place = None if ELASTIC not in counted else SavedPlace(**counted[ELASTIC])
-    form = take_up([])
-    as_cut = counted["shape"] == list(form.shape)
-    owned = place.owned if place is not None and as_cut else [[0, one.numel] for one in form.fragments]
-    device = form.worker.parameters[0].device
-    states = []
-    for fragment, part in zip(form.fragments, owned, strict=True):
-        numel = fragment.numel if leads else 0
-        own = slice(*(min(one, numel) for one in part))
-        residual = torch.zeros(numel, dtype=torch.bfloat16, device=device)
-        owners = torch.zeros(2, own.stop - own.start, device=device)
-        states.append(OuterState(own, owners[0], slice(0, numel), residual, owners[1]))
-    steps, _, under_way = take_up(states).load(source)
-    for number, fragment in enumerate(form.fragments if leads else ()):
-        values = form.read_flat(source, _MOMENTUM, fragment)
-        if values is not None:
-            momentum.of(number).copy_(values)
-    run = f"step {steps}"
-    if place is not None:
-        run = f"{place.workers} workers after {run} and {place.taken} outer steps"
-    return Loaded(states, steps, under_way, place, run)

@@ -22,11 +22,11 @@ from thinwire.comm.relay import WorkerGroup
 from thinwire.comm.torch_backend import GenerationCommunicator
 from thinwire.compress.codecs import Codec
 from thinwire.compress.packet import PacketError
-from thinwire.optim.diloco.checkpoint import ELASTIC, Loaded, load_worker, saved_states
-from thinwire.optim.diloco.elastic_meeting import Plan, Standing, hand_over
-from thinwire.optim.diloco.fragments import Fragment, Timetable
+from thinwire.optim.diloco.checkpoint import ELASTIC
+from thinwire.optim.diloco.elastic_meeting import Loaded, Plan, Standing, hand_over, load_worker, saved_states
+from thinwire.optim.diloco.fragments import Fragment, Guard, OuterOptimizer, Timetable
 from thinwire.optim.diloco.home import LocalHome
-from thinwire.optim.diloco.outer import Alone, OuterOptimizer, OuterState, OuterStep, UnderWay, make_node_outer_step
+from thinwire.optim.diloco.outer import Alone, OuterState, OuterStep, UnderWay, make_node_outer_step
 from thinwire.optim.diloco.outer_weights import KeptMomentum
 from thinwire.optim.diloco.worker import Worker
 from thinwire.zero.home import StepResult, ring_bytes
@@ -60,10 +60,11 @@ class ElasticHome(LocalHome):
         timetable: Timetable,
         outer: OuterOptimizer,
         mix: float | Literal["carry"],
+        make_guard: Callable[[int], Guard | None] = lambda numel: None,
     ) -> None:
         device = worker.parameters[0].device
         steps: list[OuterStep] = [Alone(one.numel, device) for one in fragments]
-        super().__init__(comm, comm, None, worker, names, fragments, steps, timetable, outer, mix)
+        super().__init__(comm, comm, None, worker, names, fragments, steps, timetable, outer, mix, make_guard)
         self.membership = membership
         self.index = 0
         """This worker's number among `workers`, which may change at an outer step."""
@@ -292,7 +293,7 @@ class ElasticHome(LocalHome):
     def _hand_over(self, me: int, plan: Plan) -> None:
         """Give those who lack outer steps, or have nothing, what the source has. Collective of these."""
         group = self.membership.connect([plan.source, *plan.lacking], "state")
-        outer, momentum = hand_over(group, plan, self.weights, self._momentum, len(self.fragments))
+        outer, momentum = hand_over(group, plan, self.weights, self._momentum, self._guards, len(self.fragments))
         if me != plan.source and plan.standings[me] is None:
             for fragment, values in outer.items():
                 self.weights.set(fragment, values, values)

@@ -1,14 +1,15 @@
 """Meetings of elastic workers: how an optimizer among them begins and what all must have alike; whose state counts, who
-lacks what of it and gets it, and in which order they go on; and the outer step of a whole node."""
+lacks what of it and gets it, and in which order they go on; and what each saves and takes up again."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator, threads
@@ -17,7 +18,11 @@ from thinwire.comm.elastic import Elastic, MembershipError, reach
 from thinwire.comm.membership import Membership, Record
 from thinwire.comm.relay import WorkerGroup
 from thinwire.compress.packet import PacketError, SettingsError
+from thinwire.optim.diloco.checkpoint import ELASTIC, OUTER_MOMENTUM, LocalCheckpoint, SavedPlace
+from thinwire.optim.diloco.fragments import Fragment, Guard
+from thinwire.optim.diloco.outer import OuterState, UnderWay
 from thinwire.optim.diloco.outer_weights import KeptMomentum, OuterWeights
+from thinwire.zero.saved_state import SliceSource
 
 
 @dataclass(frozen=True)
@@ -113,10 +118,15 @@ class Plan:
 
 
 def hand_over(
-    group: WorkerGroup, plan: Plan, weights: OuterWeights, momentum: KeptMomentum, fragments: int
+    group: WorkerGroup,
+    plan: Plan,
+    weights: OuterWeights,
+    momentum: KeptMomentum,
+    guards: Sequence[Guard | None],
+    fragments: int,
 ) -> tuple[dict[int, Tensor], list[Tensor]]:
-    """The source's outer weights, of the fragments that a worker lacks, and its momentum if one has nothing.
-    Collective of the source and of those who lack something."""
+    """The source's outer weights, of the fragments that a worker lacks, and its momentum if one has nothing; what its
+    guards know becomes everybody's. Collective of the source and of those who lack something."""
     lacking = [plan.standings[number] for number in plan.lacking]
     one_begins = None in lacking
     first = plan.top - fragments if one_begins else min((one.taken for one in lacking if one), default=plan.top)
@@ -127,6 +137,10 @@ def hand_over(
     copies = [momentum.of(fragment).clone() for fragment in range(fragments)] if one_begins else []
     for one in copies:
         group.broadcast(one, inside=False)
+    for guard in filter(None, guards):
+        known = guard.known.to(weights.outer(0).device)
+        group.broadcast(known)
+        guard.known.copy_(known)
     group.barrier()  # all have all of it before its sender may go
     return outer, copies
 
@@ -186,3 +200,69 @@ def enter_elastic_job(
         membership.leave()
         raise
     return membership
+
+
+# Checkpoints: each worker's is whole, so that any of a job's can be left away, as if it had died, and others added
+
+MakeCheckpoint = Callable[[Sequence[OuterState]], LocalCheckpoint]
+
+
+def saved_states(
+    fragments: Sequence[Fragment], states: Sequence[OuterState], momentum: KeptMomentum, *, leads: bool
+) -> list[OuterState]:
+    """Of each fragment what this worker can save as if it owned all of it; of a node its first rank."""
+    found: list[OuterState] = []
+    for number, (fragment, state) in enumerate(zip(fragments, states, strict=True)):
+        if not leads:
+            found.append(state)
+            continue
+        place = slice(state.own.start, min(state.own.stop, fragment.numel))
+        numel = max(0, place.stop - place.start)
+        whole = momentum.of(number).clone()
+        whole[place] = state.momentum[:numel]
+        residual = None
+        if state.owner_residual is not None:
+            residual = torch.zeros_like(whole)
+            residual[place] = state.owner_residual[:numel]
+        every = slice(0, fragment.numel)
+        found.append(OuterState(every, whole, state.worker_place, state.worker_residual, residual))
+    return found
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A worker as it was saved: `states` of the outer steps, `steps`, `under_way`; `place`: see SavedPlace; `run`: what
+    tells the saved run apart from others."""
+
+    states: list[OuterState]
+    steps: int
+    under_way: list[UnderWay]
+    place: SavedPlace | None
+    run: str
+
+
+def load_worker(source: SliceSource, take_up: MakeCheckpoint, momentum: KeptMomentum, *, leads: bool) -> Loaded:
+    """Take up what a worker saved, `momentum` included, which the first rank of a node has; `take_up`: a checkpoint of
+    the worker with these states."""
+    counted = source.counters()
+    place = None if ELASTIC not in counted else SavedPlace(**counted[ELASTIC])
+    form = take_up([])
+    as_cut = counted["shape"] == list(form.shape)
+    owned = place.owned if place is not None and as_cut else [[0, one.numel] for one in form.fragments]
+    device = form.worker.parameters[0].device
+    states = []
+    for fragment, part in zip(form.fragments, owned, strict=True):
+        numel = fragment.numel if leads else 0
+        own = slice(*(min(one, numel) for one in part))
+        residual = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+        owners = torch.zeros(2, own.stop - own.start, device=device)
+        states.append(OuterState(own, owners[0], slice(0, numel), residual, owners[1]))
+    steps, _, under_way = take_up(states).load(source)
+    for number, fragment in enumerate(form.fragments if leads else ()):
+        values = form.read_flat(source, OUTER_MOMENTUM, fragment)
+        if values is not None:
+            momentum.of(number).copy_(values)
+    run = f"step {steps}"
+    if place is not None:
+        run = f"{place.workers} workers after {run} and {place.taken} outer steps"
+    return Loaded(states, steps, under_way, place, run)

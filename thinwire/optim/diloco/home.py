@@ -15,13 +15,12 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.packet import SettingsError
 from thinwire.optim.diloco.checkpoint import LocalCheckpoint, LocalCounters
-from thinwire.optim.diloco.fragments import Fragment, Timetable
-from thinwire.optim.diloco.outer import Arrived, OuterOptimizer, OuterState, OuterStep, UnderWay
+from thinwire.optim.diloco.fragments import Fragment, Guard, OuterOptimizer, Timetable
+from thinwire.optim.diloco.outer import Arrived, OuterState, OuterStep, UnderWay
 from thinwire.optim.diloco.outer_weights import OuterWeights, SharedStates
 from thinwire.optim.diloco.worker import Worker
-from thinwire.optim.home import ranks_to_resume
 from thinwire.zero.home import Home, ParameterState, StepResult, ring_bytes
-from thinwire.zero.saved_state import SavedSlice, SliceSource, mean_over_ranks
+from thinwire.zero.saved_state import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import settings_digest
 
 
@@ -46,11 +45,12 @@ class LocalHome(Home):
         timetable: Timetable,
         outer: OuterOptimizer,
         mix: float | Literal["carry"],
+        make_guard: Callable[[int], Guard | None] = lambda numel: None,
         share: Mapping[str, int] | None = None,
         make_step: Callable[[Fragment, int, bool], OuterStep] | None = None,
     ) -> None:
-        """`share`: state that workers have in common, whose fragments' outer steps `make_step` makes, of a number, and
-        of values that are nowhere below 0 or not."""
+        """`make_guard`: of a fragment of so many elements. `share`: state that workers have in common, whose fragments'
+        outer steps `make_step` makes, of a number, and of values that are nowhere below 0 or not."""
         self.comm = comm
         self.worker = worker
         self.watcher = worker.watcher
@@ -65,6 +65,7 @@ class LocalHome(Home):
         """The step after which all workers last held the same weights."""
         self.overflows = False
         self.dropped_outer_steps = 0
+        self.left_out = 0
         self.workers = comm.size if links is None else links.num_nodes
         self._trained = [one for one in worker.parameters if one.requires_grad]
         self.uncompressed_step_bytes = ring_bytes(comm.size, self._trained)
@@ -73,7 +74,8 @@ class LocalHome(Home):
         self._links = links
         self._timetable = timetable
         ranks = range(comm.size) if links is None else links.groups.node_of
-        self._shared = SharedStates(share or {}, comm, list(ranks), worker, make_step)
+        self._guards = [make_guard(one.numel) for one in fragments]
+        self._shared = SharedStates(share or {}, comm, list(ranks), worker, make_step, make_guard, self._guards)
         self._carries = mix == "carry"
         self._mix = mix if isinstance(mix, float) else 0.0
         self._before_first: Callable[[], None] | None = None
@@ -95,7 +97,7 @@ class LocalHome(Home):
     @property
     @override
     def bytes_sent_between_nodes(self) -> int:
-        return self._exchange_comm.traffic.bytes_sent if self._links is None else self._links.bytes_between
+        return self._exchange_comm.traffic.bytes_sent + (0 if self._links is None else self._links.bytes_between)
 
     # One step
 
@@ -168,8 +170,7 @@ class LocalHome(Home):
     @override
     def rank_tensors(self) -> dict[str, Tensor]:
         self._bring_all()
-        departed = {f"departed.{one.fragment}": one.departed for one in self.under_way if one.departed is not None}
-        return self._checkpoint(self._saved_states()).rank_tensors() | departed
+        return self._checkpoint(self._saved_states()).rank_tensors(self.under_way)
 
     @override
     def counters(self) -> dict[str, Any]:
@@ -187,13 +188,9 @@ class LocalHome(Home):
         found = source.counters().get("shared", {})
         found = {kind: (one["parameters"], one["positive"]) for kind, one in found.items()}
         self._shared.cut(found, self.fragments, self.outer_steps, self.weights)
-        form = self._checkpoint(self._states())
-        self.steps, self.met_at, self.under_way = form.load(source)
-        ranks = ranks_to_resume(source, self.comm, form.nodes)
-        for one in self.under_way if ranks else ():
-            if self._carries and f"departed.{one.fragment}" in source.rank_keys(ranks[0]):  # type: ignore[index]
-                device = self.parameters[0].device
-                one.departed = mean_over_ranks(source, f"departed.{one.fragment}", ranks).to(device)  # type: ignore[arg-type]
+        self.steps, self.met_at, self.under_way = self._checkpoint(self._states()).load(source)
+        for one in self.under_way if not self._carries else ():
+            one.departed = None
         self.weights.note_met()
 
     @override
@@ -210,6 +207,9 @@ class LocalHome(Home):
         self.worker.reset_state()
         for correlation in self.outer.correlations:
             correlation.reset()
+        for guard in self._guards:
+            if guard is not None:
+                guard.reset()
         for number, outer_step in enumerate(self.outer_steps):
             outer_step.state.reset()
             outer = self.weights.outer(number).clone()
@@ -252,7 +252,7 @@ class LocalHome(Home):
             self.weights,
             shape,
             self._shared.found,
-            self.outer,
+            *(self.outer, self._guards),
         )
 
     def _states(self) -> list[OuterState]:
@@ -291,7 +291,7 @@ class LocalHome(Home):
         settings = self.outer.of(fragment, self.fragments[fragment].kind)
         digest = settings_digest([{**vars(settings), "lost": lost}], number)
         pairs = [] if lost else self.weights.pairs(fragment)
-        self.outer_steps[fragment].leave(pairs, number, digest, meet=meet)
+        self.outer_steps[fragment].leave(pairs, number, digest, meet=meet, guard=self._guards[fragment])
         carries = self._carries and not self.fragments[fragment].kind
         departed = self.weights.replica(fragment) if carries else None
         self.under_way.append(UnderWay(fragment, self.steps, settings, departed=departed))
@@ -302,7 +302,7 @@ class LocalHome(Home):
 
     def _pass_on(self, one: UnderWay) -> None:
         if not one.passed_on:
-            self.outer_steps[one.fragment].pass_on(one.settings)
+            self.outer_steps[one.fragment].pass_on(one.settings, self._guards[one.fragment])
             one.passed_on = True
 
     def _take_in_all(self, due_by: float = math.inf, mix: float = 0.0) -> None:
@@ -314,21 +314,34 @@ class LocalHome(Home):
         """Take the outer step that a fragment has brought; where none was taken, begin again from the outer weights."""
         arrived = self._bring(one)
         self.under_way.remove(one)
+        guard, told = self._guards[one.fragment], arrived.told
+        left_out = told is not None and told.own in told.left_out
+        if guard is not None and told is not None:
+            guard.follow(told)
+            self.left_out += len(told.left_out)
+            if told.left_out and any(told.shares) and self._warns:
+                warnings.warn(
+                    f"the outer step of step {one.left_at} left out workers {told.left_out}, as outliers: all outer "
+                    f"gradients have norms of {told.norms}. Those left out go on from the outer weights",
+                    RuntimeWarning,
+                    stacklevel=6,
+                )
         if arrived.update is None:
             outer = self.weights.outer(one.fragment).clone()
             self.weights.set(one.fragment, outer, outer)
             self.dropped_outer_steps += 1
             if self._warns:
+                why = "all outer gradients were outliers" if left_out else "some worker's weights were not finite"
                 warnings.warn(
-                    f"the outer step of step {one.left_at} was dropped on every rank: some worker's weights were not "
-                    f"finite. Fragment {one.fragment} goes on from the outer weights, without the steps since the last",
+                    f"the outer step of step {one.left_at} was dropped on every rank: {why}. "
+                    f"Fragment {one.fragment} goes on from the outer weights, without the steps since the last",
                     RuntimeWarning,
                     stacklevel=6,
                 )
         else:
             fragment = self.fragments[one.fragment]
-            own = 0.0 if fragment.kind else mix
-            self.weights.subtract(one.fragment, arrived.update, own, self._shared.least(fragment), one.departed)
+            own, departed = (0.0, None) if fragment.kind or left_out else (mix, one.departed)
+            self.weights.subtract(one.fragment, arrived.update, own, self._shared.least(fragment), departed)
             if not fragment.kind:
                 self.outer.follow(one.fragment, arrived.update, one.settings)
 

@@ -20,7 +20,7 @@ from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.optim.diloco.elastic_home import ElasticHome
 from thinwire.optim.diloco.elastic_meeting import enter_elastic_job, own_communicator
-from thinwire.optim.diloco.fragments import Fragment, Timetable
+from thinwire.optim.diloco.fragments import Fragment, Guard, Timetable
 from thinwire.optim.diloco.home import LocalHome
 from thinwire.optim.diloco.options import (
     COMMUNICATES,
@@ -30,6 +30,7 @@ from thinwire.optim.diloco.options import (
     listed,
     make_outer_optimizer,
     names_of,
+    overlap_and_mix,
     tensors_in,
 )
 from thinwire.optim.diloco.outer import OuterStep, make_outer_step
@@ -87,6 +88,11 @@ class DiLoCo(SynchronizedOptimizer):
         share: kinds of the inner optimizer's state that workers average too, and each with every how manieth outer step
             of the weights, as {"exp_avg": 1, "exp_avg_sq": 6}, or {"momentum_buffer": 1} of Muon. They go through
             `codec`, those without negative values through bf16, and each worker goes on from the mean.
+        guard: leave workers out of an outer step whose outer gradient of a fragment is an outlier, by so many standard
+            deviations of the norms so far, as 3, and twice their mean (EDiT, arXiv 2412.07210), by its direction, or as
+            it is not finite; where all are, no outer step is taken. Those left out go on from the outer weights.
+        tokens: that a step of this worker reads, where workers differ in that: each then weighs by their square, as all
+            take equally many steps (Decoupled DiLoCo, arXiv 2604.21428).
         elastic: workers that come and go while the job runs, over Gloo: each one process or, with `comm`, its ranks, as
             of a whole node.
         options: for the inner class: lr, betas, ... QHAdamW has a beta by `every` where none are given.
@@ -94,7 +100,8 @@ class DiLoCo(SynchronizedOptimizer):
     `workers`: how many there are, of an elastic job since the last outer step. `inner`: the inner optimizer.
     `outer_lr`, `outer_momentum`: may be set, on every rank alike; a rate ends "auto". `keeps_gradients`: whether
     gradients stay in `.grad` until `step`, for anybody to clip, as where a worker is one rank with fp32 parameters.
-    `dropped_outer_steps`: outer steps that were not taken, as some worker's weights were not finite.
+    `dropped_outer_steps`: outer steps that were not taken, as some worker's weights were not finite, or all were
+    outliers. `left_out`: outer gradients that a guard has left out.
 
     Raises ValueError or TypeError, on every rank, for parameters or options that cannot work.
     """
@@ -124,6 +131,8 @@ class DiLoCo(SynchronizedOptimizer):
         param_dtype: torch.dtype | None = None,
         inside: Mapping[str, Any] | None = None,
         share: dict[str, int] | None = None,
+        guard: float | None = None,
+        tokens: float | None = None,
         elastic: Elastic | None = None,
         **options: Any,
     ) -> None:
@@ -131,23 +140,21 @@ class DiLoCo(SynchronizedOptimizer):
             comm, nodes = own_communicator(elastic, comm, comm_backend_name, nodes, stage), "flat"
         self.comm = comm or communication.init(backend=comm_backend_name)
         self.stage, self.comes_and_goes, self.max_norm = stage, elastic is not None, max_norm or 0.0
-        if overlap is None and isinstance(every, int):
-            overlap = max(0, min(1, every - 1))
-        mix = (0.5 if overlap else 0.0) if mix is None else mix
+        overlap, mix = overlap_and_mix(every, overlap, mix)
         plan: dict[str, Any] = {"every": every, "overlap": overlap, "fragments": fragments, "mix": mix, "stage": stage}
-        wire: dict[str, Any] = {"codec": codec, "block_size": block_size, "max_norm": self.max_norm}
+        wire = {"codec": codec, "block_size": block_size, "max_norm": self.max_norm, "guard": guard, "tokens": tokens}
         outer: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "share": share or {}}
 
         def check() -> Any:
-            check_options(inner_class, codec, block_size, **plan, **outer, elastic=elastic)
-            given = listed(params)
-            check_parameters(tensors_in(given), type(self).__name__)
+            check_options(inner_class, wire, **plan, **outer, elastic=elastic)
+            check_parameters(tensors_in(given := listed(params)), type(self).__name__)
             return given
 
         given = on_every_rank(self.comm, check, "build its optimizer", (ValueError, TypeError))
         named_parameters = None if named_parameters is None else list(named_parameters)
         check_same_kind(self.comm, type(self).__name__, stage)
         settings = {**plan, **wire, **outer, "nodes": nodes if isinstance(nodes, str) else list(nodes)}
+        settings["tokens"] = tokens is not None
         check_same_on_every_rank(self.comm, tensors_in(given), [], settings)
         broadcast_from_rank_0(self.comm, tensors_in(given))
         links = _find_nodes(self.comm, nodes)
@@ -161,7 +168,7 @@ class DiLoCo(SynchronizedOptimizer):
         )
         workers = elastic.workers if elastic is not None else self.comm.size if links is None else links.num_nodes
         self.outer = make_outer_optimizer(outer_lr, outer_momentum, mix, workers, cut)
-        self._move_in(self._make_home(worker, names, cut, mix, links, elastic, settings), worker.times_mean)
+        self._move_in(self._make_home(worker, names, cut, mix, links, elastic, settings, tokens), worker.times_mean)
 
     @property
     def workers(self) -> int:
@@ -203,6 +210,11 @@ class DiLoCo(SynchronizedOptimizer):
     def dropped_outer_steps(self) -> int:
         """Outer steps of a fragment that were not taken, as some worker's weights were not finite."""
         return self._home.dropped_outer_steps
+
+    @property
+    def left_out(self) -> int:
+        """Outer gradients of workers that `guard` has left out of outer steps."""
+        return self._home.left_out
 
     def synchronize(self) -> None:
         """Take in what is in flight, and an outer step of every fragment, so that all ranks hold the outer weights: at
@@ -261,13 +273,20 @@ class DiLoCo(SynchronizedOptimizer):
         links: NodeLinks | None,
         elastic: Elastic | None,
         settings: dict[str, Any],
+        tokens: float | None,
     ) -> LocalHome:
         codec = make_codec(settings["codec"], settings["block_size"])
         timetable = Timetable(settings["every"], settings["overlap"], len(cut))
+        ranks = 1 if links is None else links.inside.size
+        guard, weight = settings["guard"], float(ranks) if tokens is None else float(tokens) ** 2
+
+        def make_guard(numel: int) -> Guard | None:
+            return None if guard is None and tokens is None else Guard(numel, guard, weight)
+
         if elastic is not None:
             job = {**settings, "lr": self.outer.lr, "momentum": self.outer.momentum}
             membership = enter_elastic_job(elastic, self.comm, job, names, worker.parameters)
-            return ElasticHome(self.comm, membership, worker, names, cut, codec, timetable, self.outer, mix)
+            return ElasticHome(self.comm, membership, worker, names, cut, codec, timetable, self.outer, mix, make_guard)
         device, exchange = worker.parameters[0].device, self.comm.duplicate()
         steps = [make_outer_step(exchange, links, one, codec, number, device) for number, one in enumerate(cut)]
 
@@ -276,8 +295,8 @@ class DiLoCo(SynchronizedOptimizer):
             rounded = make_codec("bf16") if positive and settings["codec"] != "none" else codec
             return make_outer_step(exchange, links, fragment, rounded, number, device)
 
-        shared = settings["share"], make_step
-        return LocalHome(self.comm, exchange, links, worker, names, cut, steps, timetable, self.outer, mix, *shared)
+        more = mix, make_guard, settings["share"], make_step
+        return LocalHome(self.comm, exchange, links, worker, names, cut, steps, timetable, self.outer, *more)
 
     def _become(self, worker: Worker) -> None:
         """Show the inner optimizer's groups and state as this optimizer's: schedulers then set its rates."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -11,8 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import CodecName
-from thinwire.optim.diloco.fragments import Fragment, auto_fragments, cut_fragments
-from thinwire.optim.diloco.outer import Correlation, OuterOptimizer
+from thinwire.optim.diloco.fragments import Correlation, Fragment, OuterOptimizer, auto_fragments, cut_fragments
 from thinwire.optim.options import check_count
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
@@ -26,8 +25,7 @@ COMMUNICATES = (
 
 def check_options(
     inner_class: object,
-    codec: CodecName,
-    block_size: int,
+    wire: Mapping[str, Any],
     *,
     every: object,
     overlap: object,
@@ -39,7 +37,8 @@ def check_options(
     share: object = None,
     elastic: object = None,
 ) -> None:
-    """Raise ValueError or TypeError for options that cannot work."""
+    """Raise ValueError or TypeError for options that cannot work; `wire`: codec, block_size, guard and tokens."""
+    codec, guard, tokens = wire["codec"], wire["guard"], wire["tokens"]
     if not callable(inner_class):
         raise TypeError(
             f"inner_class must be an optimizer class, or a function that builds one from groups, got {inner_class!r}: "
@@ -47,7 +46,7 @@ def check_options(
         )
     if isinstance(inner_class, type) and issubclass(inner_class, SynchronizedOptimizer):
         raise ValueError(f"{inner_class.__name__} {COMMUNICATES}")
-    make_codec(codec, block_size)
+    make_codec(codec, wire["block_size"])
     _check_share(share, elastic)
     check_count("every", every)
     assert isinstance(every, int)
@@ -69,15 +68,26 @@ def check_options(
         ("mix", 0.0 if mix == "carry" else mix, 0.0, 1.0),
         ("outer_momentum", outer_momentum, 0.0, 1.0),
         ("outer_lr", 1.0 if outer_lr in (None, "auto") else outer_lr, 0.0, math.inf),
+        ("guard", 3.0 if guard is None else guard, 1.0, math.inf),
+        ("tokens", 1.0 if tokens is None else tokens, 1e-9, 1e15),
     ):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not low <= value < high:  # type: ignore[operator]
-            word = {"outer_lr": ', or "auto"', "mix": ', or "carry"'}.get(name, "")
+            word = {"outer_lr": ', or "auto"', "mix": ', or "carry"', "guard": ", or None"}.get(name, "")
             raise ValueError(
                 f"{name} must be a number from {low:g} up to, not including, {high:g}{word}, got {value!r}"
             )
     if stage not in (0, 1, 2):
         raise ValueError(f"stage must be 0, 1 or 2 for DiLoCo, got {stage!r}: every worker needs its own whole replica")
+
+
+def overlap_and_mix(
+    every: object, overlap: int | None, mix: float | Literal["carry"] | None
+) -> tuple[Any, float | Literal["carry"]]:
+    """What was given, or what is best where nothing was."""
+    if overlap is None and isinstance(every, int):
+        overlap = max(0, min(1, every - 1))
+    return overlap, (0.5 if overlap else 0.0) if mix is None else mix
 
 
 def _check_follows(every: int, codec: CodecName, elastic: object) -> None:

@@ -3,7 +3,6 @@ the same bits on every rank."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,92 +14,11 @@ from thinwire.comm import CommunicationError, Communicator
 from thinwire.comm.agreement import NodeLinks
 from thinwire.comm.relay import Relay
 from thinwire.compress.codecs import Codec
-from thinwire.compress.exchange import Exchange
+from thinwire.compress.exchange import Exchange, Leg
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange
 from thinwire.compress.light_exchanges import LowMemoryExchange
 from thinwire.compress.packet import Flags
-from thinwire.optim.diloco.fragments import Fragment
-
-
-@dataclass(frozen=True)
-class OuterSettings:
-    """Of an outer step, of SGD with Nesterov's momentum."""
-
-    lr: float
-    momentum: float
-
-
-MEAN = OuterSettings(lr=1.0, momentum=0.0)
-"""The outer step of shared state."""
-
-_SAMPLE = 1 << 14
-_KEPT = 0.9
-_UNKNOWN = 0.5
-_GOLDEN = 2654435769  # 2³² over the golden ratio
-
-
-class Correlation:
-    """Correlation of a fragment's outer gradients with those before them, found in what leg 2 brings, so that every
-    rank finds the same and nothing is sent for it.
-
-    Of an owner's step u = η (a + μ v), v = μ v' + a, of Together, follow v = (u / η + μ v') / (1 + μ), a = v - μ v'.
-    `known`, fp64 [elements + 2]: v, of no more than 16,384 elements, evenly spread, and the sums of ⟨a, v'⟩ and of
-    ⟨a, a⟩ over outer steps, of which one counts 0.9 times what the next does. All operations are rounded by themselves,
-    so that the bits are the same on every kind of device.
-
-    If an outer gradient's correlation with the last one is rho, and with the one before that rho², ⟨a, v'⟩ / ⟨a, a⟩ is
-    rho / (1 - μ rho), which is taken for rho = 0.5 before there are two.
-    """
-
-    def __init__(self, numel: int) -> None:
-        count = min(numel, _SAMPLE)
-        self.known = torch.zeros(count + 2, dtype=torch.float64)
-        places = torch.arange(count)
-        self._places = places if numel <= _SAMPLE else (places * _GOLDEN % 2**32) * numel // 2**32
-
-    def gain(self, momentum: float) -> float:
-        """By how much outer steps of rate 1 move the weights along an outer gradient, over its length: 1 + μ + μ²
-        ⟨a, v'⟩ / ⟨a, a⟩, which is 1 + μ / (1 - μ rho)."""
-        before, own = self.known[-2:].tolist()
-        return 1 + momentum + momentum**2 * (before / own if own > 0 else _UNKNOWN / (1 - momentum * _UNKNOWN))
-
-    def follow(self, update: Tensor, settings: OuterSettings) -> None:
-        """Take in an outer step, [elements of the fragment]."""
-        velocity = self.known[:-2]
-        faded = velocity * settings.momentum
-        told = update[self._places.to(update.device)].cpu().double() / settings.lr
-        after = (told + faded) / (1 + settings.momentum)
-        gradient = after - faded
-        if bool(velocity.any()):
-            sums = [math.fsum((gradient * one).tolist()) for one in (velocity, gradient)]
-            self.known[-2:].mul_(_KEPT).add_(torch.tensor(sums, dtype=torch.float64))
-        velocity.copy_(after)
-
-    def reset(self) -> None:
-        """Know of no outer step."""
-        self.known.zero_()
-
-
-@dataclass
-class OuterOptimizer:
-    """SGD with Nesterov's momentum. `correlations`: of each fragment of weights, where each has a rate of its own, by
-    which its outer gradients move the weights in the long run by `lr` times themselves; else all have the rate `lr`."""
-
-    lr: float
-    momentum: float
-    correlations: list[Correlation] = field(default_factory=list)
-
-    def of(self, number: int, kind: str) -> OuterSettings:
-        """Settings for fragment `number`, of weights, or of state of a kind, which is averaged."""
-        if kind:
-            return MEAN
-        gain = self.correlations[number].gain(self.momentum) if self.correlations else 1.0
-        return OuterSettings(self.lr / gain, self.momentum)
-
-    def follow(self, number: int, update: Tensor, settings: OuterSettings) -> None:
-        """Take in an outer step of a fragment of weights, with the settings that it was made with."""
-        if self.correlations:
-            self.correlations[number].follow(update, settings)
+from thinwire.optim.diloco.fragments import Fragment, Guard, OuterSettings, Told
 
 
 @dataclass(frozen=True)
@@ -114,10 +32,12 @@ class WeightPair:
 @dataclass(frozen=True)
 class Arrived:
     """What an outer step subtracts from the outer weights, one value an element; None where some worker's weights were
-    not finite, so that no outer step was taken. `meet`: a worker said on leaving that all have to meet after it."""
+    not finite, or all were outliers, so that no outer step was taken. `meet`: a worker said on leaving that all have to
+    meet after it. `told`: what workers said, where there is a Guard."""
 
     update: Tensor | None
     meet: bool = False
+    told: Told | None = None
 
 
 @dataclass
@@ -166,11 +86,19 @@ class Together:
         owner:            a = mean c_m,  v = μ v + a,  u = η (a + μ v),  q = C(u + s),  s += u - q
         leg 2, everyone:  w° -= q
 
-    Use: `leave`, `pass_on`, `arrive`, in this order; a worker alone and a node's ranks do the same in their ways.
+    Use: `leave`, `pass_on`, `arrive`, in this order; a worker alone and a node's ranks do the same in their ways. A
+    Guard, or none on any rank, gives the c_m their weights.
     """
 
-    def __init__(self, exchange: Exchange, numel: int, device: torch.device) -> None:
+    def __init__(
+        self, exchange: Exchange, numel: int, device: torch.device, comm: Communicator, links: NodeLinks | None = None
+    ) -> None:
         self._exchange = exchange
+        self._comm = comm
+        self._own = comm.rank if links is None else links.node
+        self._members = [[rank] for rank in range(comm.size)] if links is None else links.groups.members
+        self._telling: Leg | None = None
+        self._told: Told | None = None
         self._numel = numel
         self._momentum = torch.zeros(exchange.owner_place.stop - exchange.owner_place.start, device=device)
         self._next_momentum: Tensor | None = None
@@ -181,21 +109,43 @@ class Together:
         one = self._exchange
         return OuterState(one.owner_place, self._momentum, one.worker_place, one.worker_residual, one.owner_residual)
 
-    def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
+    def leave(
+        self,
+        weights: Sequence[WeightPair],
+        step: int,
+        settings: int,
+        *,
+        meet: bool = False,
+        guard: Guard | None = None,
+    ) -> None:
         """Leg 1: send w° - w of `weights`, which lie end to end in the fragment. Collective."""
         payload = self._exchange.payload
         payload[self._numel :].zero_()
         for place, pair in _end_to_end(weights):
             torch.sub(pair.outer, pair.own, out=payload[place])
+        self._telling = self._told = self._exchange.weights = None
+        if guard is not None:
+            said = guard.say(payload[: self._numel])
+            everyone = said.new_empty(self._comm.size, len(said))
+            self._telling = Leg(said, everyone, self._comm.all_gather(everyone, said, async_op=True))
         self._exchange.start(step, Flags.MEET if meet else Flags.NONE, settings)
 
     def may_pass_on(self) -> bool:
         """Whether leg 1 has brought all."""
-        return self._exchange.leg_1_is_over
+        told = self._telling is None or self._telling.work.is_completed()
+        return told and self._exchange.leg_1_is_over
 
-    def pass_on(self, settings: OuterSettings) -> None:
+    def pass_on(self, settings: OuterSettings, guard: Guard | None = None) -> None:
         """Take the owner's part of the outer step, waiting for leg 1, and begin leg 2. Collective."""
         after = torch.empty_like(self._momentum)
+        if guard is not None and self._telling is not None:
+            self._telling.work.wait()
+            said = self._telling.received[[ranks[0] for ranks in self._members]]
+            self._told = guard.judge(self._own, said)
+            # What a node sends is times its part of the ranks.
+            mean = self._comm.size / len(self._members)
+            weights = [mean / len(ranks) * one for ranks, one in zip(self._members, self._told.shares, strict=True)]
+            self._exchange.weights = None if len(set(weights)) == 1 and weights[0] else weights
 
         def take_outer_step(average: Tensor, place: slice) -> None:
             torch.add(average, self._momentum[place], alpha=settings.momentum, out=after[place])
@@ -210,12 +160,13 @@ class Together:
         assert self._next_momentum is not None, "arrive() follows pass_on()"
         exchange.wait()
         outcome = exchange.outcome()
-        self.settle(outcome.finite)
-        if not outcome.finite:
-            return Arrived(None, outcome.meet)
+        finite = outcome.finite and (self._told is None or any(self._told.shares))
+        self.settle(finite)
+        if not finite:
+            return Arrived(None, outcome.meet, self._told)
         update = torch.empty(exchange.padded_numel, device=self._momentum.device)
         exchange.read(update)
-        return Arrived(update[: self._numel], outcome.meet)
+        return Arrived(update[: self._numel], outcome.meet, self._told)
 
     def settle(self, finite: bool) -> None:
         """Take over momentum and residuals of an outer step that other ranks have taken, where `finite`, though its end
@@ -225,6 +176,9 @@ class Together:
         if finite:
             self._momentum = after
             self._exchange.commit()
+            residual = self._exchange.worker_residual
+            if self._told is not None and self._own in self._told.left_out and residual is not None:
+                residual.zero_()  # of what was not taken
         else:
             self._exchange.revert()
 
@@ -238,27 +192,39 @@ class Alone:
         self._gradient: Tensor | None = None
         self._update: Tensor | None = None
         self._meet = False
+        self._told: Told | None = None
 
     @property
     def state(self) -> OuterState:
         """What is left behind."""
         return OuterState(slice(0, len(self._momentum)), self._momentum, alike=True)
 
-    def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
+    def leave(
+        self,
+        weights: Sequence[WeightPair],
+        step: int,
+        settings: int,
+        *,
+        meet: bool = False,
+        guard: Guard | None = None,
+    ) -> None:
         """Keep w° - w."""
         self._gradient = torch.empty_like(self._momentum, dtype=torch.float64)
         for place, pair in _end_to_end(weights):
             self._gradient[place].copy_(pair.outer).sub_(pair.own)
         self._meet = meet
+        self._told = None if guard is None else guard.judge(0, guard.say(self._gradient)[None])
 
     def may_pass_on(self) -> bool:
         """Whether nothing has to be waited for: always."""
         return True
 
-    def pass_on(self, settings: OuterSettings) -> None:
+    def pass_on(self, settings: OuterSettings, guard: Guard | None = None) -> None:
         """Take the outer step."""
         assert self._gradient is not None, "pass_on() follows leave()"
         gradient, self._gradient = self._gradient, None
+        if self._told is not None and self._told.left_out:
+            return
         if bool(torch.isfinite(gradient.abs().max())) if gradient.numel() else True:
             momentum = gradient + self._momentum.double() * settings.momentum
             self._update = gradient.add_(momentum, alpha=settings.momentum).mul_(settings.lr)
@@ -267,7 +233,7 @@ class Alone:
     def arrive(self) -> Arrived:
         """Give its update."""
         update, self._update = self._update, None
-        return Arrived(update, self._meet)
+        return Arrived(update, self._meet, self._told)
 
     def settle(self, finite: bool) -> None:
         """Do nothing: no other rank has taken it."""
@@ -300,37 +266,46 @@ class _OfNode:
             return OuterState(slice(0, 0), torch.zeros(0, device=self._device))
         return self._of_leader.state
 
-    def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
+    def leave(
+        self,
+        weights: Sequence[WeightPair],
+        step: int,
+        settings: int,
+        *,
+        meet: bool = False,
+        guard: Guard | None = None,
+    ) -> None:
         self._error = None
-        self._on_leader(lambda one: one.leave(weights, step, settings, meet=meet))
+        self._on_leader(lambda one: one.leave(weights, step, settings, meet=meet, guard=guard))
 
     def may_pass_on(self) -> bool:
         return self._error is None and self._of_leader is not None and self._of_leader.may_pass_on()
 
-    def pass_on(self, settings: OuterSettings) -> None:
-        self._on_leader(lambda one: one.pass_on(settings))
+    def pass_on(self, settings: OuterSettings, guard: Guard | None = None) -> None:
+        self._on_leader(lambda one: one.pass_on(settings, guard))
 
     def arrive(self) -> Arrived:
         """Collective inside the node."""
         here: list[Arrived] = []
 
-        def arrive_between() -> tuple[str | None, bool]:
+        def arrive_between() -> tuple[str | None, bool, Told | None]:
             """What arrives on the first rank goes into `here`; the name of its dtype, None where nothing does."""
             assert self._of_leader is not None
             if self._error is not None:
                 raise self._error
             here.append(arrived := self._of_leader.arrive())
             form = None if arrived.update is None else str(arrived.update.dtype).removeprefix("torch.")
-            return form, arrived.meet
+            return form, arrived.meet, arrived.told
 
-        form, meet = self._relay.ask(arrive_between)
+        form, meet, said = self._relay.ask(arrive_between)
+        told = None if said is None else Told(*said)
         if form is None:
-            return Arrived(None, meet)
+            return Arrived(None, meet, told)
         update = here[0].update if here else None
         if update is None:
             update = torch.empty(self._numel, dtype=getattr(torch, form), device=self._device)
         self._relay.spread(update)
-        return Arrived(update, meet)
+        return Arrived(update, meet, told)
 
     def settle(self, finite: bool) -> None:
         if self._of_leader is not None:
@@ -366,9 +341,10 @@ def make_outer_step(
         return Alone(fragment.numel, device)
     given: dict[str, Any] = {"bucket": index, "device": device}
     if links is not None:
-        return Together(HierarchicalExchange(links, fragment.numel, codec, **given), fragment.numel, device)
+        by_node = HierarchicalExchange(links, fragment.numel, codec, **given)
+        return Together(by_node, fragment.numel, device, comm, links)
     given |= {"residual_dtype": torch.bfloat16, "reversible": reversible}
-    return Together(LowMemoryExchange(comm, fragment.numel, codec, **given), fragment.numel, device)
+    return Together(LowMemoryExchange(comm, fragment.numel, codec, **given), fragment.numel, device, comm)
 
 
 def make_node_outer_step(
