@@ -2,6 +2,7 @@
 weights of a checkpoint, leaf modules."""
 
 import copy
+import io
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -290,6 +291,35 @@ def sixteen_bit_weights_are_those_of_the_file(comm: Communicator) -> None:
     with pytest.raises(ValueError, match="is for stage 3, and this engine is at stage 1"):
         sharded_less._zero3_consolidated_16bit_state_dict()
     sharded_less.close()
+
+
+def parameters_gather_and_partition_themselves(comm: Communicator) -> None:
+    """Built shard by shard, and an engine's; what they are asked with is not saved with them."""
+    with zero.Init():
+        layer = nn.Linear(6, 3, bias=False)
+    engine = make_engine(comm, settings(3))
+    mix = engine.module.mix.weight
+    for one, shape in ((layer.weight, (3, 6)), (mix, (FEATURES, FEATURES))):
+        assert (one.ds_persist, one.ds_status) == (False, NOT_AVAILABLE)
+        with torch.no_grad():
+            for updated in (True, False):
+                one.all_gather()
+                assert (one.ds_status, tuple(one.shape)) == (AVAILABLE, shape)
+                one.fill_(3.0 if updated else 4.0)
+                one.partition(has_been_updated=updated)
+                assert one.ds_status is NOT_AVAILABLE
+            one.partition()
+            one.all_gather(param_list=[one])
+            assert one.eq(3.0).all()
+            one.partition([one])
+    assert utils.safe_get_full_fp32_param(mix).eq(3.0).all()
+    assert layer.weight.numel() == 0
+    layer.weight.all_gather()
+    layer.weight.partition(free_data=False)
+    assert (layer.weight.ds_status, layer.weight.numel()) == (NOT_AVAILABLE, 18)
+    saved = io.BytesIO()
+    torch.save(layer.weight, saved)
+    assert train(engine, range(1))
 
 
 def ranks_generate_by_themselves(comm: Communicator) -> None:

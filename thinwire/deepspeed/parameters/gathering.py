@@ -239,13 +239,13 @@ class _Sharded(_Gathering):
     def __init__(self, parameter: Tensor, comm: Communicator | None) -> None:
         super().__init__(parameter, comm)
         self._before: Tensor | None = noted(parameter, "before")  # which a script may read and write as well
-        self._opened = False
+        self.opened = False
         self._seen: list[tuple[int, int]] = []
 
     @override
     def open(self, writes: bool) -> None:
-        self._opened = gathered(self.parameter) is None
-        if self._opened:
+        self.opened = gathered(self.parameter) is None
+        if self.opened:
             setattr(self.parameter, WHOLE, whole(self.parameter, self.parameter.device).clone())
             self.parameter.__class__ = _class()
             set_status(self.parameter, ZeroParamStatus.AVAILABLE)
@@ -260,7 +260,7 @@ class _Sharded(_Gathering):
 
     @override
     def drops_a_change(self) -> bool:
-        return self._opened and self._look() != self._seen
+        return self.opened and self._look() != self._seen
 
     @override
     def keep(self, comm: Communicator, root: int) -> None:
@@ -268,16 +268,20 @@ class _Sharded(_Gathering):
         if self._before is not None and self._before.data_ptr() != self._seen[1][1]:  # `.data` was replaced
             values.copy_(self._before)
         comm.broadcast(values, root)
-        start, own = local_run(self.parameter)
-        own.copy_(values.view(-1)[start : start + own.numel()])
+        self.take_own()
         self._seen = self._look()
+
+    def take_own(self) -> None:
+        """Keep the own part of the gathered values of this rank."""
+        start, own = local_run(self.parameter)
+        own.copy_(self._whole().view(-1)[start : start + own.numel()])
         found = find_state(self.parameter)
         if found is not None:
             found[0].after_writing_weights(found[1], None)
 
     @override
     def close(self) -> None:
-        if self._opened:
+        if self.opened and gathered(self.parameter) is not None:  # not partitioned meanwhile
             self.parameter.__class__ = _class().__bases__[0]
             delattr(self.parameter, WHOLE)
             set_status(self.parameter, ZeroParamStatus.NOT_AVAILABLE)
@@ -289,6 +293,24 @@ class _Sharded(_Gathering):
         values = gathered(self.parameter)
         assert values is not None, "open() gathers it"
         return values
+
+
+@torch.no_grad()
+def all_gather(parameter: Tensor, async_op: bool = False, hierarchy: int = 0) -> None:
+    """Have a parameter of stage 3 answer as the whole one, until `partition`. Collective."""
+    _Sharded(parameter, noted(parameter, "comm")).open(writes=False)
+
+
+@torch.no_grad()
+def partition(parameter: Tensor, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True) -> None:
+    """Have it be its shard again, of the values that it has now if they have `been_updated`. Whole values are let go,
+    with `free_data` or without."""
+    one = _Sharded(parameter, noted(parameter, "comm"))
+    if gathered(parameter) is not None:
+        if has_been_updated:
+            one.take_own()
+        one.opened = True
+        one.close()
 
 
 class _Whole(_Gathering):

@@ -5,7 +5,7 @@ values lie on all ranks."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -117,7 +117,26 @@ def _of(module: nn.Module) -> dict[int, Tensor]:
 
 
 _ATTRIBUTE = "_thinwire_shard"
-_DESCRIPTION = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status")
+_DESCRIPTION = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_persist", "all_gather", "partition")
+
+
+class ParameterCall:
+    """A call that a parameter answers, for itself or for those of `param_list`; it is not saved with the parameter.
+
+    `act`: takes one parameter, and the other arguments.
+    """
+
+    def __init__(self, parameter: Tensor, act: Callable[..., None]) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._act = act
+
+    def __call__(self, param_list: Iterable[Tensor] | None = None, *arguments: Any, **options: Any) -> None:
+        """Do it, one parameter after the other."""
+        for one in [self._parameter()] if param_list is None else param_list:
+            self._act(one, *arguments, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 class ZeroParamStatus(Enum):
@@ -162,7 +181,8 @@ class ParameterShard:
         dtype = cutting.dtype if cutting.dtype is not None and whole.is_floating_point() else whole.dtype
         kept = torch.zeros(self._size, dtype=dtype, device=cutting.device or whole.device)
         setattr(parameter, _ATTRIBUTE, self)
-        describe(parameter, self.shape, kept.pin_memory() if cutting.pin_memory else kept)
+        kept = kept.pin_memory() if cutting.pin_memory else kept
+        describe(parameter, self.shape, kept, _all_gather, _partition)
         self._write(parameter, whole)
         parameter.data = torch.empty(0, dtype=dtype, device=whole.device)
 
@@ -197,6 +217,10 @@ class ParameterShard:
         parameter.data.copy_(whole)
         self._write(parameter, whole)
         self.seen = parameter._version, parameter.data_ptr()
+
+    def take_own(self, parameter: nn.Parameter) -> None:
+        """Keep the own part of the values that the gathered parameter has on this rank."""
+        self._write(parameter, parameter.detach().contiguous())
 
     def release(self, parameter: nn.Parameter) -> None:
         """Let the parameter hold nothing again."""
@@ -234,6 +258,28 @@ def shard_of(parameter: Any) -> ParameterShard | None:
     return found
 
 
+def _all_gather(parameter: nn.Parameter, async_op: bool = False, hierarchy: int = 0) -> None:
+    """Have it hold all of its values, until `partition`. Collective."""
+    shard = shard_of(parameter)
+    if shard is not None and parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE:  # type: ignore[attr-defined]
+        shard.gather(parameter)
+
+
+def _partition(
+    parameter: nn.Parameter, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
+) -> None:
+    """Hold the shard alone again, of the values that it has now if they have `been_updated`; with what is shown of
+    them still there without `free_data`."""
+    shard = shard_of(parameter)
+    if shard is None or parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE:  # type: ignore[attr-defined]
+        return
+    if has_been_updated:
+        shard.take_own(parameter)
+    if free_data:
+        shard.release(parameter)
+    set_status(parameter, ZeroParamStatus.NOT_AVAILABLE)
+
+
 def shards_in(model: Any) -> Iterator[tuple[nn.Parameter, ParameterShard]]:
     """The placeholders of a model, each once, with what they stand for."""
     for parameter in model.parameters() if isinstance(model, nn.Module) else ():
@@ -242,9 +288,15 @@ def shards_in(model: Any) -> Iterator[tuple[nn.Parameter, ParameterShard]]:
             yield parameter, shard
 
 
-def describe(parameter: Tensor, shape: torch.Size, local: Tensor) -> None:
-    """Give a sharded parameter the attributes by which DeepSpeed's users know one."""
-    values = id(parameter), shape, shape.numel(), local, ZeroParamStatus.NOT_AVAILABLE
+def describe(
+    parameter: Tensor, shape: torch.Size, local: Tensor, all_gather: Callable[..., None], partition: Callable[..., None]
+) -> None:
+    """Give a sharded parameter the attributes by which DeepSpeed's users know one. None is kept whole, `ds_persist`.
+
+    `all_gather`, `partition`: what its calls by these names do, to one parameter.
+    """
+    calls = ParameterCall(parameter, all_gather), ParameterCall(parameter, partition)
+    values = id(parameter), shape, shape.numel(), local, ZeroParamStatus.NOT_AVAILABLE, False, *calls
     for name, value in zip(_DESCRIPTION, values, strict=True):
         setattr(parameter, name, value)
 

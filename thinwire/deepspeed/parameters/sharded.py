@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.deepspeed.errors import DeepSpeedUsageError
+from thinwire.deepspeed.parameters.gathering import all_gather, partition
 from thinwire.deepspeed.parameters.marks import (
     ZeroParamStatus,
     describe,
@@ -253,7 +254,7 @@ class _Prepared(Preparation):
             layer = module if isinstance(module, FSDPModule) and module is not model else None
             if module is model or layer is not None:
                 for parameter in module.parameters():
-                    describe(parameter, parameter.shape, local_run(parameter)[1])
+                    describe(parameter, parameter.shape, local_run(parameter)[1], all_gather, partition)
                     mark(parameter, comm, layer, held[id(parameter)])
                 _describe_gathered(module, list(_places(module)))
         _compare_shards()
