@@ -77,6 +77,36 @@ def test_a_model_with_tied_layers_loads_strictly(tmp_path) -> None:
     assert all(same(one, saved.state_dict()[name]) for name, one in other.state_dict().items())
 
 
+def test_scripts_open_the_file_that_deepspeed_would_have_written(tmp_path, capsys) -> None:
+    """What was saved, by DeepSpeed's names, to be read without any class; `import` takes the weights from it."""
+    state = {"epoch": 3, "best": torch.ones(2), "pair": (1, 2)}
+
+    def body(comm):
+        engine = make_engine(comm, settings(1, bf16={"enabled": True}))
+        train(engine, range(2))
+        engine.save_checkpoint(tmp_path / "saved", tag="second", client_state=state)
+        return {name: one.clone() for name, one in engine.module.state_dict().items()}
+
+    expected, _ = threads.run(body, 2)
+    export = ["checkpoint", "export", str(tmp_path / "saved"), str(tmp_path / "theirs"), "--format", "deepspeed"]
+    assert main(export) == 0
+    path = tmp_path / "theirs" / "second" / "mp_rank_00_model_states.pt"
+    assert f"{path}: of the weights of second" in capsys.readouterr().out
+    found = torch.load(path, weights_only=True)
+    assert (tmp_path / "theirs" / "latest").read_text() == "second"
+    assert found["module"].keys() == expected.keys()
+    assert all(one.dtype == expected[name].dtype and same(one, expected[name]) for name, one in found["module"].items())
+    assert (found["global_steps"], found["dp_world_size"], found["epoch"], found["pair"]) == (2, 2, 3, (1, 2))
+    assert torch.equal(found["best"], state["best"])
+    assert (found["buffer_names"], found["shared_params"]) == (["calls"], {"unmix.weight": "mix.weight"})
+    assert main([*export, "--dtype", "bf16"]) == 2
+    assert "--dtype is for another --format" in capsys.readouterr().err
+    assert main(["checkpoint", "import", str(tmp_path / "theirs"), "--weights-only"]) == 0
+    other = make_engine(None, settings(0, bf16={"enabled": True}), seed=1)
+    assert other.load_checkpoint(tmp_path / "theirs-thinwire", load_module_only=True)[0]
+    assert all(same(one, expected[name]) for name, one in other.module.state_dict().items())
+
+
 def test_one_file_or_several(saved, tmp_path) -> None:
     found = get_fp32_state_dict_from_zero_checkpoint(saved[0])
     convert_zero_checkpoint_to_fp32_state_dict(saved[0], tmp_path / "one")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_deepspeed_commands"]
 
-_FP32 = "deepspeed-fp32"
+_FP32, _STATES = "deepspeed-fp32", "deepspeed"
 
 
 def add_deepspeed_commands(commands: Commands) -> None:
@@ -22,9 +22,10 @@ def add_deepspeed_commands(commands: Commands) -> None:
     export = commands.choices["export"]
     export.add_argument(
         "--format",
-        choices=("safetensors", _FP32),
+        choices=("safetensors", _FP32, _STATES),
         default="safetensors",
-        help="deepspeed-fp32: what DeepSpeed's zero_to_fp32.py writes, pytorch_model.bin with every name in fp32",
+        help="deepspeed-fp32: what DeepSpeed's zero_to_fp32.py writes, pytorch_model.bin with every name in fp32; "
+        "deepspeed: TAG/mp_rank_00_model_states.pt with weights, counters and client state, and the file latest",
     )
     fp32 = export.add_argument_group("with --format deepspeed-fp32")
     fp32.add_argument("--max-shard-size", default="5GB", help="above it, several files and an index; by default 5GB")
@@ -42,10 +43,10 @@ def add_deepspeed_commands(commands: Commands) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    if arguments.format == _FP32:
-        from thinwire.deepspeed.files.exporting import export_fp32
+    if arguments.format in (_FP32, _STATES):
+        from thinwire.deepspeed.files.exporting import export_fp32, export_states
 
-        return export_fp32(arguments)
+        return (export_fp32 if arguments.format == _FP32 else export_states)(arguments)
     from thinwire.engine.checkpoint.exporting import export
 
     return export(arguments)

@@ -15,12 +15,14 @@ from torch.utils._pytree import tree_map_only
 
 from thinwire.comm import threads
 from thinwire.deepspeed.files.model_files import looks_like_deepspeed, same_objects
+from thinwire.engine.checkpoint.client_state import SpecialValue, unpack_client_state
 from thinwire.engine.checkpoint.exporting import file_size, lazy_weights, open_to_export, say, write_state_dict
 from thinwire.engine.checkpoint.files import LazyTensor
 from thinwire.engine.checkpoint.loading import LoadedCheckpoint
 from thinwire.engine.checkpoint.manifest import MANIFEST
 from thinwire.engine.checkpoint.store import CheckpointStore
 from thinwire.engine.errors import CheckpointError, UsageError
+from thinwire.version import __version__
 from thinwire.zero.fsdp import gathered, is_sharded
 
 _ALONE_SECONDS = 300.0
@@ -126,6 +128,53 @@ def export_fp32(arguments: argparse.Namespace) -> int:
     for path in paths:
         say(f"{path}: of the fp32 weights of {checkpoint.tag}, {path.stat().st_size} bytes")
     return 0
+
+
+def export_states(arguments: argparse.Namespace) -> int:
+    """Do what `thinwire checkpoint export --format deepspeed` says; returns the exit code."""
+    frozen, safetensors = arguments.exclude_frozen_parameters, arguments.safe_serialization
+    others = ("--dtype", arguments.dtype), ("--config", arguments.config), ("--tied", arguments.tied)
+    for name, given in (*others, ("--exclude-frozen-parameters", frozen), ("--safe-serialization", safetensors)):
+        if given:
+            raise UsageError(f"{name} is for another --format: deepspeed has every name, in the dtype it was saved in")
+    with open_to_export(arguments) as checkpoint:
+        path = write_model_states(checkpoint, arguments.output)
+    say(f"{path}: of the weights of {checkpoint.tag}, {path.stat().st_size} bytes")
+    return 0
+
+
+def write_model_states(checkpoint: LoadedCheckpoint, output: Path) -> Path:
+    """Write what scripts open of DeepSpeed's checkpoints: weights, buffers, counters and client state, no optimizer
+    state, in `output`/TAG/mp_rank_00_model_states.pt, which `output`/latest names. Raises OSError, CheckpointError."""
+    shared, model = checkpoint.shared, checkpoint.model
+    weights = {
+        name: checkpoint.read("weight", name, 0, model.numel(name)).view(shape)
+        for name, (shape, _) in model.parameters.items()
+    }
+    shared_names = {alias: name for alias, name in shared.get("tied", {}).items() if name in weights}
+    special = [SpecialValue.model_validate(one) for one in shared.get("client_values", ())]
+    client_state = unpack_client_state(
+        shared.get("client_state", {}), special, lambda key: checkpoint.read_rank(key, 0)
+    )
+    states = client_state | {
+        "module": weights | {alias: weights[name] for alias, name in shared_names.items()} | checkpoint.buffers(),
+        BUFFER_NAMES: list(checkpoint.buffers()),
+        PARAM_SHAPES: None,  # as without ZeRO
+        "shared_params": shared_names,
+        "optimizer": None,
+        "lr_scheduler": None,
+        **shared.get("progress", {}),
+        "dp_world_size": checkpoint.world_size,
+        "mp_world_size": 1,
+        DS_VERSION: f"thinwire {__version__}",
+    }
+    path = output / checkpoint.tag / "mp_rank_00_model_states.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.writing")
+    torch.save(states, unfinished)
+    os.replace(unfinished, path)
+    (output / "latest").write_text(checkpoint.tag)
+    return path
 
 
 def _load(folder: Folder, tag: str | None) -> LoadedCheckpoint:
