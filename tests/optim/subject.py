@@ -93,6 +93,11 @@ class Subject:
 
 _OF_ALGORITHMS = [name for name in registry.NAMES if issubclass(registry.entry(name).options, OneBitOptions)]
 SUBJECTS = [Subject(name, stage) for name in _OF_ALGORITHMS for stage in registry.entry(name).stages]
+HOMES = [
+    [one for one in SUBJECTS if (one.stage, one.packs, one.entry.local_steps) == kind]
+    for kind in sorted({(one.stage, one.packs, one.entry.local_steps) for one in SUBJECTS})
+]
+"""Those whose state lies in one kind of home, which does not know the algorithm."""
 ROUNDED = [
     Subject("OneBitAdam", 0, "int4"),
     Subject("OneBitAdam", 1, "int4"),
@@ -144,12 +149,19 @@ SIZES: dict[Body, tuple[int, ...]] = {}
 EVERYWHERE: set[Body] = set()
 """Behaviours that what is rounded or packed may break, each by itself."""
 
+OF_HOMES: set[Body] = set()
+"""Behaviours in which the algorithm has no say: in each kind of home one of its algorithms meets them, by turns."""
+
 WARNS: dict[Body, tuple[str, tuple[int, ...]]] = {}
 """What a behaviour must warn of, and at which stages, once for each call of it on all ranks; nothing else may warn."""
 
 
 def behaviour(
-    *sizes: int, warns: str | None = None, at: tuple[int, ...] = (0, 1, 2), everywhere: bool = False
+    *sizes: int,
+    warns: str | None = None,
+    at: tuple[int, ...] = (0, 1, 2),
+    everywhere: bool = False,
+    of_home: bool = False,
 ) -> Callable[[Body], Body]:
     """Try a body on these numbers of ranks."""
 
@@ -159,6 +171,8 @@ def behaviour(
             WARNS[body] = warns, at
         if everywhere:
             EVERYWHERE.add(body)
+        if of_home:
+            OF_HOMES.add(body)
         return body
 
     return note

@@ -1,12 +1,25 @@
-"""Every behaviour of every optimizer of the registry, at every stage of its. Of those with an unusual warmup, of
-those with an unusual codec, and of those by node, one meets it, by turns, or all where it is one of `EVERYWHERE`."""
+"""Every behaviour of every optimizer of the registry, at every stage of its; what is one of `OF_HOMES` one of each of
+`HOMES` meets, by turns. Of those with an unusual warmup, of those with an unusual codec, and of those by node, one
+meets it, by turns, or all where it is one of `EVERYWHERE`."""
 
 import warnings
 
 import pytest
 
 from tests.optim.behaviours import parameters, refusals, rounds, scaling, state
-from tests.optim.subject import BY_NODE, CODED, EVERYWHERE, ROUNDED, SIZES, SUBJECTS, WARNS, Body, Subject
+from tests.optim.subject import (
+    BY_NODE,
+    CODED,
+    EVERYWHERE,
+    HOMES,
+    OF_HOMES,
+    ROUNDED,
+    SIZES,
+    SUBJECTS,
+    WARNS,
+    Body,
+    Subject,
+)
 from thinwire.comm import threads
 
 NOTED = (parameters, refusals, rounds, scaling, state)  # importing one notes its behaviours
@@ -17,8 +30,9 @@ def of_turn(number: int, some: list[Subject], body: Body) -> list[Subject]:
 
 
 def subjects(number: int, body: Body, size: int) -> list[Subject]:
+    usual = [one for some in HOMES for one in of_turn(number, some, body)] if body in OF_HOMES else SUBJECTS
     unusual = (ROUNDED, CODED, BY_NODE if size == 2 else [])
-    return [*SUBJECTS, *(one for some in unusual if some for one in of_turn(number, some, body))]
+    return [*usual, *(one for some in unusual if some for one in of_turn(number, some, body))]
 
 
 CASES = [

@@ -34,7 +34,7 @@ def empty_scalar_and_odd_sizes_train(comm: Communicator, subject: Subject) -> No
     assert weights(model).norm() < before
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def only_empty_parameters_are_no_trouble(comm: Communicator, subject: Subject) -> None:
     empty = nn.Parameter(torch.empty(0, 3))
     optimizer = subject.build_on([empty], comm)
@@ -206,7 +206,7 @@ def parameters_that_come_later_warm_up_on_their_own_or_are_refused(comm: Communi
         assert alike(comm, model)
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def an_optimizer_built_later_is_the_one_that_sends(comm: Communicator, subject: Subject) -> None:
     if subject.stage:
         return  # its parameters lie in the first one's buckets
@@ -231,7 +231,7 @@ def a_parameter_without_gradient_is_left_alone_or_counts_as_zero(comm: Communica
         assert alike(comm, model)
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def a_parameter_that_no_step_reaches_stays(comm: Communicator, subject: Subject) -> None:
     model = make_model()
     model.unused = nn.Parameter(torch.ones(70))
@@ -242,7 +242,7 @@ def a_parameter_that_no_step_reaches_stays(comm: Communicator, subject: Subject)
     assert alike(comm, model)
 
 
-@behaviour(3)
+@behaviour(3, of_home=True)
 def a_gradient_on_some_ranks_only_is_an_error_or_counts_as_zero_on_the_others(
     comm: Communicator, subject: Subject
 ) -> None:

@@ -46,7 +46,7 @@ def bad_options_of_one_rank_are_told_on_every_rank(comm: Communicator, subject: 
             subject.build(make_model(), comm, **mine)
 
 
-@behaviour(3)
+@behaviour(3, of_home=True)
 def parameters_that_one_rank_cannot_use_are_told_on_every_rank(comm: Communicator, subject: Subject) -> None:
     for bad, message in (
         ([], "empty parameter list"),
@@ -86,7 +86,7 @@ def another_optimizer_or_stage_of_one_rank_is_told(comm: Communicator, subject: 
             (mine if comm.rank == 1 else subject).build(make_model(), comm)
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def another_order_of_equal_shapes_is_found_by_name(comm: Communicator, subject: Subject) -> None:
     names = ("first", "second") if comm.rank == 0 else ("second", "first")
     with pytest.raises(ValueError, match=r"rank 1 and rank 0 differ: names\[0\] is 'second' against 'first' on rank 0"):

@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.optim.subject import FREEZE, LOCAL, Subject, alike, behaviour, dyadic, next_send, with_gradients
 from tests.optim.training import calls_made, exchange_comm, loss_of, make_model, same, snapshot, train, weights
+from tests.pairwise import each_once
 from thinwire.comm import Communicator
 from thinwire.optim.step import Send
 
@@ -34,7 +35,7 @@ def ranks_hold_the_same_bits_after_every_step_but_local_ones(comm: Communicator,
     assert local == subject.entry.local_steps
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def buckets_leave_during_backward(comm: Communicator, subject: Subject) -> None:
     model, optimizer = subject.on_model(comm, bucket_bytes=256)
     for step in range(FREEZE + 3):
@@ -49,7 +50,7 @@ def buckets_leave_during_backward(comm: Communicator, subject: Subject) -> None:
             assert seen[0] >= calls + 2
 
 
-@behaviour(3)
+@behaviour(3, of_home=True)
 def a_closure_is_called_once_and_its_loss_returned(comm: Communicator, subject: Subject) -> None:
     model, optimizer = subject.on_model(comm)
     calls = []
@@ -66,7 +67,7 @@ def a_closure_is_called_once_and_its_loss_returned(comm: Communicator, subject: 
     assert alike(comm, model)
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def accumulated_gradients_are_those_of_one_backward(comm: Communicator, subject: Subject) -> None:
     """To the bit, as the sums are exact, and for the same bytes."""
     found = []
@@ -91,7 +92,7 @@ def accumulated_gradients_are_those_of_one_backward(comm: Communicator, subject:
         torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-2)
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def a_second_backward_is_an_error_that_names_a_parameter(comm: Communicator, subject: Subject) -> None:
     moments = (0, *subject.moments) if subject.stage < 2 else (FREEZE + 3,)  # stage 2 sends every one of the warmup
     for moment in moments:
@@ -110,7 +111,7 @@ def a_second_backward_is_an_error_that_names_a_parameter(comm: Communicator, sub
         assert alike(comm, model)
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def zero_grad_before_step_drops_the_step(comm: Communicator, subject: Subject) -> None:
     model, optimizer = subject.on_model(comm)
     for moment in (*subject.moments, LOCAL):
@@ -126,7 +127,7 @@ def zero_grad_before_step_drops_the_step(comm: Communicator, subject: Subject) -
         assert alike(comm, model)
 
 
-@behaviour(1, 2)
+@behaviour(1, 2, of_home=True)
 def a_step_without_any_gradient_changes_nothing(comm: Communicator, subject: Subject) -> None:
     for moment in subject.moments:
         model, optimizer = subject.on_model(comm, moment)
@@ -145,7 +146,7 @@ def one_rank_overflows_and_all_skip_the_step(comm: Communicator, subject: Subjec
     overflow_and_go_on(comm, subject, model, subject.build(model, comm), 1.0)
 
 
-@behaviour(3)
+@behaviour(3, of_home=True)
 def one_rank_overflows_in_16_bits_and_with_a_loss_scale_nobody_is_warned(comm: Communicator, subject: Subject) -> None:
     model = make_model()
     overflow_and_go_on(comm, subject, model, subject.build(model, comm, param_dtype=torch.float16), 64.0)
@@ -199,17 +200,19 @@ def a_compressed_step_sends_a_codecs_bits_of_fp32s_in_two_calls(comm: Communicat
     assert traffic.calls - calls == 2 if subject.entry.elementwise else traffic.calls - calls <= 4
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def what_changes_on_one_rank_is_an_error_that_names_it(comm: Communicator, subject: Subject) -> None:
-    for name, value in (("lr", 0.5), ("weight_decay", 0.3), ("requires_grad", False)):
-        for moment in (0, *subject.moments):
-            model, optimizer = subject.on_model(comm, moment)
-            if comm.rank and name != "requires_grad":  # which is looked at before the next gradients leave
-                optimizer.param_groups[0][name] = value
-            while next_send(optimizer) is Send.LOCAL:
-                train(model, optimizer, [optimizer.steps])
-            if comm.rank and name == "requires_grad":
-                model[0].weight.requires_grad_(value)
-            says = name if name == "requires_grad" else f"rank 1 and rank 0 differ: .*'{name}': {value}"
-            with pytest.raises(ValueError, match=says):
-                train(model, optimizer, [optimizer.steps])
+    # Every value at a moment, and the other way round: in another stage they meet otherwise.
+    values = [("lr", 0.5), ("weight_decay", 0.3), ("requires_grad", False)]
+    values = values[subject.stage :] + values[: subject.stage]
+    for (name, value), moment in each_once(values, (0, *subject.moments)):
+        model, optimizer = subject.on_model(comm, moment)
+        if comm.rank and name != "requires_grad":  # which is looked at before the next gradients leave
+            optimizer.param_groups[0][name] = value
+        while next_send(optimizer) is Send.LOCAL:
+            train(model, optimizer, [optimizer.steps])
+        if comm.rank and name == "requires_grad":
+            model[0].weight.requires_grad_(value)
+        says = name if name == "requires_grad" else f"rank 1 and rank 0 differ: .*'{name}': {value}"
+        with pytest.raises(ValueError, match=says):
+            train(model, optimizer, [optimizer.steps])

@@ -14,7 +14,7 @@ from thinwire.optim.step import Send
 from thinwire.zero.gradient_seal import SentGradient
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def clipping_is_by_the_averaged_gradients_norm(comm: Communicator, subject: Subject) -> None:
     model, optimizer = subject.on_model(comm, max_norm=0.05)
     for step in range(LOCAL + 2):
@@ -84,7 +84,7 @@ def scaled_run(comm: Communicator, subject: Subject, scaler: torch.amp.GradScale
     return weights(model), scales, optimizer
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def a_grad_scalers_scale_is_divided_out(comm: Communicator, subject: Subject) -> None:
     # Powers of two leave every bit of a gradient but its exponent.
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=7)
@@ -97,7 +97,7 @@ def a_grad_scalers_scale_is_divided_out(comm: Communicator, subject: Subject) ->
     assert torch.equal(found, scaled_run(comm, subject, torch.amp.GradScaler("cpu", enabled=False), ())[0])
 
 
-@behaviour(3)
+@behaviour(3, of_home=True)
 def one_ranks_overflow_reaches_every_ranks_scaler(comm: Communicator, subject: Subject) -> None:
     if subject.stage == 2:
         return  # see above
@@ -112,7 +112,7 @@ def one_ranks_overflow_reaches_every_ranks_scaler(comm: Communicator, subject: S
     assert bool(found.isfinite().all())
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def a_loss_scale_of_ones_own_is_divided_out(comm: Communicator, subject: Subject) -> None:
     found = []
     for scale in (1.0, 64.0):
@@ -127,7 +127,7 @@ def a_loss_scale_of_ones_own_is_divided_out(comm: Communicator, subject: Subject
     assert torch.equal(*found)
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def gradients_changed_after_backward_are_an_error(comm: Communicator, subject: Subject) -> None:
     """Where they have been let go already nothing is there to change, and that is the error."""
     model, optimizer = subject.on_model(comm)
@@ -168,7 +168,7 @@ def _edit(model: nn.Module, how: str) -> None:
         weight.grad = others[how]
 
 
-@behaviour(2, warns="as torch.nn.utils.clip_grad_norm_ does in a step that it does not clip", at=(0, 1))
+@behaviour(2, warns="as torch.nn.utils.clip_grad_norm_ does in a step that it does not clip", at=(0, 1), of_home=True)
 def gradients_written_with_their_own_values_are_no_error(comm: Communicator, subject: Subject) -> None:
     """As by `clip_grad_norm_(..., inf)`, by which trainers measure the norm; in a run beside, nobody does. One that
     will clip looks the same until then, so that the first is warned of."""

@@ -17,11 +17,12 @@ from thinwire.zero import ShardedOptimizer
 @behaviour(2, everywhere=True)
 def a_resume_goes_on_bit_for_bit(comm: Communicator, subject: Subject) -> None:
     either = not subject.stage and "compress" in subject.entry.options.model_fields
-    for dtype, moments, before, options in (
+    kinds = (
         (torch.float32, subject.moments, FREEZE + 1, {}),
         # What the norm is estimated by differs from step to step, and must not from run to run.
         (torch.bfloat16, (3, FREEZE, LOCAL + 1), 2, {"max_norm": 0.05} | ({"compress": "momentum"} if either else {})),
-    ):
+    )
+    for dtype, moments, before, options in kinds if subject in SUBJECTS else kinds[1:]:
         for moment in moments:
             model, optimizer = subject.on_model(comm, moment, weight_decay=0.1, **options, dtype=dtype)
             saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
@@ -41,7 +42,7 @@ def a_resume_goes_on_bit_for_bit(comm: Communicator, subject: Subject) -> None:
             assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def weights_written_by_somebody_are_taken_over(comm: Communicator, subject: Subject) -> None:
     """Into the parameters, or as `module.double().float()`, `vector_to_parameters` and swaps for averaged weights
     replace their data."""
@@ -66,7 +67,7 @@ def weights_written_by_somebody_are_taken_over(comm: Communicator, subject: Subj
         assert alike(comm, model)
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def a_model_of_another_dtype_is_refused(comm: Communicator, subject: Subject) -> None:
     model, _ = subject.on_model(comm, 1)
     model.double()
@@ -88,7 +89,7 @@ def reset_state_begins_anew(comm: Communicator, subject: Subject) -> None:
     assert train(model, optimizer, steps) == train(fresh, again, steps)
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def eval_shows_common_weights_and_train_the_ranks_own(comm: Communicator, subject: Subject) -> None:
     for moment in (3, FREEZE + 3, *((LOCAL + 1, LOCAL + 4) if subject.entry.local_steps else ())):
         model, optimizer = subject.on_model(comm, moment)
@@ -108,7 +109,7 @@ def eval_shows_common_weights_and_train_the_ranks_own(comm: Communicator, subjec
         assert optimizer.last_step.applied
 
 
-@behaviour(3)
+@behaviour(3, of_home=True)
 def synchronize_weights_makes_all_ranks_alike_and_costs_nothing_where_they_are(
     comm: Communicator, subject: Subject
 ) -> None:
@@ -131,7 +132,7 @@ def synchronize_weights_makes_all_ranks_alike_and_costs_nothing_where_they_are(
     assert alike(comm, model)
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def synchronize_weights_before_step_is_refused_or_has_nothing_to_do(comm: Communicator, subject: Subject) -> None:
     model, optimizer = subject.on_model(comm)
     loss_of(model, comm.rank, 0).backward()
@@ -145,7 +146,7 @@ def synchronize_weights_before_step_is_refused_or_has_nothing_to_do(comm: Commun
     assert alike(comm, model)
 
 
-@behaviour(2)
+@behaviour(2, of_home=True)
 def copies_are_refused(comm: Communicator, subject: Subject) -> None:
     optimizer = subject.build(make_model(), comm)
     for copied in (copy.copy, copy.deepcopy, pickle.dumps, lambda one: torch.save(one, io.BytesIO())):
