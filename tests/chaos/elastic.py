@@ -1,10 +1,11 @@
 """Elastic DiLoCo whose workers are killed by SIGKILL, held up, join, or die while joining: those that are left end with
-the same weights, and a loss within 1% of a run that nobody disturbed. In every other job a worker is a node of two
+the same weights, and a loss within 1% of a run that nobody disturbed. So do those with a worker among them that sends
+garbage, under `guard=3`. In every other job a worker is a node of two
 ranks, either of which may be the victim: the other one then ends with an error that names it. Codecs take turns.
 
-``python -m tests.chaos.elastic 50 7`` runs 50 jobs from seed 7. Half of the kills come at a random time, half at a
-random one of the victim's calls by which it takes part. Processes are forked before anything has run a backward, which
-torch does not survive: `run` starts one such process.
+``python -m tests.chaos.elastic 50 7`` runs 50 jobs from seed 7, with ``garbage`` behind it those of the second kind.
+Half of the kills come at a random time, half at a random one of the calls by which the victim takes part. Processes
+are forked before anything has run a backward, which torch does not survive: `run` starts one such process.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from thinwire.comm.elastic import serve
 from thinwire.comm.membership import Membership
 from thinwire.compress.codecs import CodecName
 from thinwire.optim.diloco.elastic_home import ElasticHome
+from thinwire.optim.diloco.outer import WeightPair
 
 STEPS = 120
 WORKERS = 3
@@ -60,6 +62,13 @@ POINTS: dict[str, tuple[Any, str]] = {
     "connect": (Membership, "connect"),
     "hand over": (ElasticHome, "_hand_over"),
     "finish": (Membership, "finish"),
+}
+# From what a worker has done in each interval so far
+GARBAGE: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
+    "scaled": lambda done: 1e3 * done[-1],
+    "flipped": lambda done: -done[-1],
+    "stale": lambda done: done[max(0, len(done) - 11)],
+    "not finite": lambda done: done[-1] / 0,
 }
 CODECS: tuple[CodecName, ...] = ("int8", "int4", "stat2")
 SIZES = (2, 1)
@@ -86,13 +95,15 @@ class Death:
 @dataclass(frozen=True)
 class Trial:
     """One job of workers of `size` processes; worker w has those from w · size on. `deaths`: by process; workers beyond
-    `WORKERS` join `late` seconds after the others are in. `held_up`: when which process stands still for so long that
-    the worker is dropped, if it is its first. `pace`: seconds a step."""
+    `WORKERS` join `late` seconds after the others are in. `garbage`: the worker that sends it, of which kind, and from
+    which step on. `held_up`: when which process stands still for so long that the worker is dropped, if it is its
+    first. `pace`: seconds a step."""
 
     what: str
     deaths: dict[int, Death] = field(default_factory=dict)
     late: tuple[float, ...] = ()
     held_up: dict[int, float] = field(default_factory=dict)
+    garbage: tuple[int, str, int] | None = None
     pace: float = PAUSE
     codec: CodecName = "int8"
     size: int = 1
@@ -110,6 +121,12 @@ class Trial:
         )
 
     @classmethod
+    def with_garbage(cls, source: random.Random, codec: CodecName, size: int) -> Trial:
+        garbage = source.randrange(WORKERS), source.choice(list(GARBAGE)), source.randint(20, 100)
+        late = (source.random() * LONGEST_DELAY,) if source.random() < 0.5 else ()
+        return cls("garbage", late=late, garbage=garbage, codec=codec, size=size)
+
+    @classmethod
     def _of_single_processes(cls, source: random.Random) -> Trial:
         what = source.choice(("one", "one", "two at once", "in the meeting", "joins", "a joiner dies", "held up"))
         first, second = source.sample(range(WORKERS), 2)
@@ -118,7 +135,7 @@ class Trial:
         if what == "one":
             return cls(what, {first: death})
         if what == "held up":
-            return cls(what, {}, (), {first: source.random()}, 0.08)
+            return cls(what, {}, (), {first: source.random()}, pace=0.08)
         if what == "two at once":
             return cls(what, {first: delay, second: delay})
         if what == "in the meeting":
@@ -145,6 +162,8 @@ def live(number: int, address: str, trial: Trial, ledger: int) -> None:
     death = trial.deaths.get(number)
     if death is not None and death.delay is None:
         kill_self_at(death)
+    if trial.garbage is not None and trial.garbage[0] == worker:
+        send_garbage(*trial.garbage[1:])
     model = Tower()
     elastic = thinwire.Elastic(
         WORKERS, min_workers=1, address=address, timeout=LIMIT_SECONDS / 2, join_timeout=30.0, silence=SILENCE
@@ -152,6 +171,7 @@ def live(number: int, address: str, trial: Trial, ledger: int) -> None:
     try:
         comm = node_of(worker, rank, trial.size, address) if trial.size > 1 else None
         options: dict[str, Any] = {"every": 8, "fragments": 2, "codec": trial.codec, "block_size": 64}
+        options["guard"] = 3.0 if trial.garbage is not None else None
         optimizer = thinwire.DiLoCo(
             model.named_parameters(), torch.optim.AdamW, lr=0.01, elastic=elastic, comm=comm, **options
         )
@@ -198,6 +218,23 @@ def kill_self_at(death: Death) -> None:
         return result
 
     setattr(owner, name, wrapped)
+
+
+def send_garbage(kind: str, first: int) -> None:
+    """Have this process's outer gradients be garbage from a step on."""
+    inner, done = ElasticHome._leave, dict[int, list[torch.Tensor]]()
+
+    def leave(home: ElasticHome, fragment: int) -> None:
+        outer, own = home.weights.outer(fragment).clone(), home.weights.replica(fragment)
+        done.setdefault(fragment, []).append(own - outer)
+        if home.steps >= first:
+            home.weights.pairs = lambda _: [WeightPair(outer, outer + GARBAGE[kind](done[fragment]))]  # type: ignore[method-assign]
+        try:
+            inner(home, fragment)
+        finally:
+            vars(home.weights).pop("pairs", None)
+
+    setattr(ElasticHome, "_leave", leave)  # noqa: B010
 
 
 def run_trial(trial: Trial) -> tuple[list[list[str]], dict[int, int]]:
@@ -332,10 +369,15 @@ def undisturbed_loss(trial: Trial) -> float:
     return losses.pop()
 
 
-def run(count: int, seed: int, python: str = sys.executable) -> Outcome:
+def garbage(count: int, seed: int, python: str = sys.executable) -> Outcome:
+    """Run so many jobs with a worker that sends garbage."""
+    return run(count, seed, python, "garbage")
+
+
+def run(count: int, seed: int, python: str = sys.executable, *kind: str) -> Outcome:
     """Run so many jobs, in a process of their own."""
     outcome = Outcome()
-    done = in_own_process(python, "tests.chaos.elastic", str(count), str(seed))
+    done = in_own_process(python, "tests.chaos.elastic", str(count), str(seed), *kind)
     lines = done.stdout.splitlines()
     for line in lines[:count]:
         outcome.note([line] if line != "good" else [])
@@ -344,7 +386,7 @@ def run(count: int, seed: int, python: str = sys.executable) -> Outcome:
     return outcome
 
 
-def main(count: int, seed: int) -> None:
+def main(count: int, seed: int, make: Callable[[random.Random, CodecName, int], Trial]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     load_kernels(*CODECS)
@@ -356,11 +398,11 @@ def main(count: int, seed: int) -> None:
         codec_name, size = form = forms[number % len(forms)]
         if form not in usual:
             usual[form] = undisturbed_loss(Trial("undisturbed", codec=codec_name, size=size))
-        trial = Trial.random(source, codec_name, size)
+        trial = make(source, codec_name, size)
         bad = judge(trial, usual[form])
         print(f"{time.monotonic() - begin:.1f} s {trial}", file=sys.stderr, flush=True)
         print("; ".join(bad).replace("\n", " ") or "good", flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Trial.with_garbage if sys.argv[3:] else Trial.random)

@@ -30,6 +30,11 @@ def test_surviving_nodes_end_together_and_a_node_joins(jobs: Jobs) -> None:
 
 
 @pytest.mark.launch
+def test_workers_end_together_beside_one_that_sends_garbage(jobs: Jobs) -> None:
+    check(elastic.garbage(1, seed=2, python=jobs.python), 1)
+
+
+@pytest.mark.launch
 def test_forks_of_a_rank_end_and_the_rank_goes_on(jobs: Jobs) -> None:
     assert forks.of_form("onebit-1", 6, 1, jobs.python) == []
 
