@@ -24,6 +24,7 @@ PROGRAM = ("-m", "tests.engine.test_stage3")
 PARTS = (
     "losses_are_those_of_stage_0",
     "layers_are_sharded_apart",
+    "one_model_of_two_engines",
     "sixteen_bits",
     "how_gradients_are_averaged",
     "state_apart_from_the_shards",
@@ -64,6 +65,26 @@ def losses_are_those_of_stage_0(comm: Communicator, folder: Path) -> None:
             mean = torch.stack(losses).mean().detach().reshape(1)
             comm.all_reduce(mean, op="mean")
             torch.testing.assert_close(mean, expected[step : step + 1], rtol=1e-5, atol=0)
+
+
+def one_model_of_two_engines(comm: Communicator, folder: Path) -> None:
+    """The second goes on from the weights that the first has left, sharded as they are, with state of its own."""
+    for precision in ({}, BF16):
+        config = settings(3, **precision)
+        first, other = make_engine(comm, config), make_engine(comm, config)
+        model = first.module
+        for engine in (first, other):
+            train(engine, range(2))
+        with torch.no_grad():
+            first(batch(comm.rank, 0)[0])  # which leaves the rest of the model gathered
+        second = initialize(model=model, comm=comm, config=config)[0]
+        assert second.module is model
+        other.optimizer.reset_state()
+        assert train(second, range(2, 5)) == train(other, range(2, 5))
+        loss = loss_of(second, comm.rank, 5)
+        first.backward(loss)
+        with pytest.raises(RuntimeError, match="another optimizer of thinwire was built over parameters"):
+            first.step()
 
 
 def layers_are_sharded_apart(comm: Communicator, folder: Path) -> None:
@@ -286,9 +307,10 @@ def bad_models(comm: Communicator, folder: Path) -> None:
     with pytest.raises(ValueError, match="'factor' has no dimension"):
         initialize(model=Scalar(), comm=comm, config=settings(3))
     engine = make_engine(comm, settings(3))
-    for stage in (1, 3):
-        with pytest.raises(ValueError, match="is sharded already, by fully_shard or an earlier"):
-            initialize(model=engine.module, comm=comm, config=settings(stage))
+    with pytest.raises(ValueError, match="is sharded already, by fully_shard or an earlier"):
+        initialize(model=engine.module, comm=comm, config=settings(1))
+    with pytest.raises(ValueError, match=r"sharded by an earlier .*, in another precision"):
+        initialize(model=engine.module, comm=comm, config=settings(3, **BF16))
     train(engine, range(1))
     mixed = Tiny()
     mixed.layers[1].to(torch.bfloat16)
@@ -346,7 +368,7 @@ def test_on_gloo(jobs, tmp_path) -> None:
 @pytest.mark.launch
 @pytest.mark.parametrize(("backend", "size"), [("mpi", 2), ("single", 1)])
 def test_on_other_backends(jobs, tmp_path, backend, size) -> None:
-    arguments = (*PROGRAM, str(tmp_path), PARTS[0], PARTS[1], "what_is_not_finite", "checkpoints")
+    arguments = (*PROGRAM, str(tmp_path), *PARTS[:3], "what_is_not_finite", "checkpoints")
     done = jobs.mpirun(size, *arguments) if backend == "mpi" else jobs.alone(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"all held on {backend} with {size} ranks" in done.stdout

@@ -31,6 +31,7 @@ from thinwire.engine.optimizers import NoOptimizer, OptimizerBuilder
 from thinwire.engine.recipe import GivenOptimizer, GivenSchedule, Recipe, check_schedule, find_recipe, make_schedule
 from thinwire.engine.reports import JobReports
 from thinwire.sparse_attn import densify
+from thinwire.zero.fsdp import is_sharded
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
@@ -59,10 +60,10 @@ def build_engine(
 
     Raises ValueError or TypeError, on every rank, for what cannot work.
     """
-    comm = _logged(comm, settings.comms_logger)
-    if settings.zero_optimization.stage < 3:
+    comm, stage = _logged(comm, settings.comms_logger), settings.zero_optimization.stage
+    if stage < 3:
         kind.prepared.gather(given.model)
-    trained, device = on_every_rank(comm, lambda: check_model(given.model), "train this model", BAD_INPUT)
+    trained, device = on_every_rank(comm, lambda: check_model(given.model, stage), "train this model", BAD_INPUT)
     agree_on_model(comm, trained)
     recipe = on_every_rank(comm, lambda: _asked_for(given, trained, settings), "build its optimizer", BAD_INPUT)
     _say_at_start(comm, settings, given, 0 if recipe is None else recipe.passed_over)
@@ -96,7 +97,7 @@ def build_engine(
             schedule=schedule,
             loader=loader,
             # At the smallest scale a worker alone is no error: the others go on.
-            loss_scale=make_loss_scale(settings.fp16, 0 if sharded.steps_alone else settings.zero_optimization.stage),
+            loss_scale=make_loss_scale(settings.fp16, 0 if sharded.steps_alone else stage),
             precision=precision,
             config=settings,
             comm=comm,
@@ -153,7 +154,7 @@ def _prepare(
     if comm.backend == "nccl" and device.type == "cpu":
         device = torch.device("cuda", torch.cuda.current_device())
         model.to(device)
-    others = [parameter for parameter in model.parameters() if id(parameter) not in held]
+    others = [one for one in model.parameters() if not (id(one) in held or is_sharded(one))]
     broadcast_from_rank_0(comm, [*others, *model.buffers()])
     return device
 

@@ -24,6 +24,7 @@ from thinwire.engine.config import EngineConfig
 from thinwire.engine.config.models import LayerDropConfig
 from thinwire.pld import LayerDrop, ProgressiveLayerDrop, drop_layers, undrop
 from thinwire.sparse_attn import layout_from_config, sparsify
+from thinwire.zero.fsdp import is_sharded, is_sharded_here
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -55,6 +56,8 @@ class Precision:
         if self.dtype is None:
             return
         for parameter in model.parameters():
+            if is_sharded(parameter):
+                continue  # stage 3 has it as it should be
             if id(parameter) not in held:
                 parameter.data = parameter.to(self.dtype_of(parameter))
             elif parameter.dtype != self.dtype:
@@ -88,18 +91,20 @@ class Precision:
         return inputs
 
 
-def check_model(model: object) -> tuple[nn.Module, torch.device]:
+def check_model(model: object, stage: int = 0) -> tuple[nn.Module, torch.device]:
     """The model, and the one device that all of it is on.
 
-    Raises TypeError for parameters that cannot be trained in their dtype; ValueError for a model without any, one that
-    is sharded already, is on several devices or whose parameters have no values yet.
+    `stage` 3 takes a model that it has sharded before. Raises TypeError for parameters that cannot be trained in their
+    dtype; ValueError for a model without any, one that is sharded otherwise, is on several devices or whose parameters
+    have no values yet.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    again = is_sharded_here(model) and stage == 3
     places: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
         places.setdefault(parameter.device, name)
-        if hasattr(parameter, "device_mesh"):
+        if is_sharded(parameter) and not again:
             raise ValueError(
                 f"parameter {name!r} is sharded already, by fully_shard or an earlier thinwire.initialize at stage 3: "
                 "go on with that engine, or build the model anew"

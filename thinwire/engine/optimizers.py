@@ -141,8 +141,10 @@ class OptimizerBuilder:
         offload = self.config.zero_optimization.offload_param
         options = {"offload": offload.device == "cpu", "pin": offload.pin_memory}
         before: dict[str, weakref.ref[Tensor]] = {name: weakref.ref(one) for name, one in self.model.named_parameters()}
+        again = stage3.is_sharded_here(self.model)
         traffic = stage3.shard_model(self.model, dtype, self.device, averaging, self.prepared, **options)
-        self.prepared.describe(self.model, joined, before)
+        if not again:
+            self.prepared.describe(self.model, joined, before)
         return traffic
 
     def _common_options(self, comm: Communicator) -> dict[str, Any]:
@@ -168,7 +170,8 @@ class OptimizerBuilder:
         model, comm, prepared, zero = self.model, self.comm, self.prepared, self.config.zero_optimization
         groups = groups_of(recipe.parameters)
         held = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
-        broadcast_from_rank_0(comm, [parameter for parameter in held if not prepared.is_placeholder(parameter)])
+        whole = [one for one in held if not (prepared.is_placeholder(one) or stage3.is_sharded(one))]
+        broadcast_from_rank_0(comm, whole)
         averaging = self._averaging(comm)
 
         def plan() -> tuple[torch.dtype, list[list[str]]]:

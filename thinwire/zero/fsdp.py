@@ -178,6 +178,18 @@ def computing_dtype(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype
     return first.dtype
 
 
+_sharded: weakref.WeakKeyDictionary[nn.Module, tuple[object, Traffic]] = weakref.WeakKeyDictionary()
+
+
+def is_sharded_here(model: nn.Module) -> bool:
+    """Whether `shard_model` has sharded this model, whose layers hold their shards alone from now on."""
+    if model in _sharded:
+        for module in model.modules():
+            if (reshard := getattr(module, "reshard", None)) is not None:
+                reshard()
+    return model in _sharded
+
+
 @torch.no_grad()
 def shard_model(
     model: nn.Module,
@@ -196,7 +208,18 @@ def shard_model(
     complete, and add up in fp32; they travel in fp32 unless `averaging` says otherwise. Every rank must use the same
     parameters in a backward. `offload` keeps the shards in CPU memory, page-locked with `pin`. Placeholders get their
     values here, one parameter at a time. Returns what counts the bytes sent.
+
+    A model that was sharded so before is left as it is. Raises ValueError for one that was sharded otherwise.
     """
+    asked = dtype, averaging, device.type, offload
+    if model in _sharded:
+        before, traffic = _sharded[model]
+        if before != asked:
+            raise ValueError(
+                "the model was sharded by an earlier thinwire.initialize, in another precision, averaging of gradients "
+                "or offload_param, which cannot change any more: keep them, or build the model anew"
+            )
+        return traffic
     # Imported here, and not for DTensor's sake either: it takes half a second that only stage 3 should cost.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -220,7 +243,9 @@ def shard_model(
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offloading, ignored_params=empty)
     if readers:
         _read_in(model, readers, torch.device("cpu") if offload else device)
-    return count_traffic(model, averaging.divide_first)
+    traffic = count_traffic(model, averaging.divide_first)
+    _sharded[model] = asked, traffic
+    return traffic
 
 
 def _read_in(model: nn.Module, readers: Mapping[str, Callable[[Tensor], Tensor]], device: torch.device) -> None:
