@@ -2,6 +2,8 @@
 imports take longest; and on one, here, with the standalone pytorch_lightning."""
 
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -10,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.launching import Jobs
-from tests.lightning.tiny import RATE, flat, make_module_class, make_trainer
+from tests.lightning.tiny import BATCH, RATE, flat, loss_of, make_module_class, make_trainer
+from tests.optim.diloco.tower import meeting, together
 from thinwire import OneBitAdam
+
+__all__ = ["meeting"]
 
 
 @pytest.mark.launch
@@ -121,6 +127,65 @@ def test_the_standalone_package(standalone: ModuleType, tmp_path: Path) -> None:
             trainer.strategy.load_optimizer_state_dict({"optimizer_states": []})
 
 
+def test_it_joins_an_elastic_job_late_and_ends_with_it(standalone: ModuleType, tmp_path: Path) -> None:
+    """The other worker trains in a loop of its own."""
+    import thinwire.lightning
+
+    thinwire.lightning.register()
+    come, rates, last = threading.Event(), [], 12
+
+    def build(module: Any, job: str = "job") -> thinwire.DiLoCo:
+        elastic = thinwire.Elastic(workers=1, address="here:1", job=job)
+        options: dict[str, Any] = {"every": 4, "fragments": 1, "overlap": 0, "elastic": elastic}
+        return thinwire.DiLoCo(module.named_parameters(), torch.optim.AdamW, lr=RATE, **options)
+
+    class Late(make_module_class(standalone)):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            optimizer = build(self)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / last)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+        def train_dataloader(self) -> Any:
+            sampler = thinwire.ElasticSampler(self.trainer.optimizers[0], len(self._data))
+            return DataLoader(self._data, BATCH, sampler=sampler)
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            rates.append((self.trainer.global_step, self.trainer.optimizers[0].param_groups[0]["lr"]))
+
+    def other() -> torch.Tensor:
+        module = make_module_class(standalone)(build)
+        optimizer: Any = build(module)
+        batches = iter(DataLoader(module._data, BATCH, sampler=thinwire.ElasticSampler(optimizer, len(module._data))))
+        while optimizer.steps < last:
+            if optimizer.steps == 6:
+                come.set()
+                while not optimizer._home.membership.wanted:
+                    time.sleep(0.01)
+            optimizer.zero_grad()
+            loss_of(module.network, next(batches)).backward()
+            optimizer.step()
+        optimizer.synchronize()
+        return flat(module)
+
+    def joins() -> torch.Tensor:
+        assert come.wait(60)
+        module = Late(build)
+        options = {"devices": 1, "use_distributed_sampler": False, "limit_val_batches": 0, "strategy": "thinwire"}
+        trainer = make_trainer(standalone, tmp_path, max_steps=last, max_epochs=-1, **options)
+        trainer.fit(module)
+        assert trainer.global_step == last
+        return flat(module)
+
+    alone, late = together([other, joins])
+    assert rates == [(step, pytest.approx(RATE * (1 - step / last))) for step in range(8, last)]
+    assert torch.equal(alone, late)
+    message = "with elastic every worker is a Trainer of one process, devices=1, with max_steps="
+    with pytest.raises(ValueError, match=message):
+        make_trainer(standalone, tmp_path, devices=1).fit(
+            make_module_class(standalone)(lambda module: build(module, "another"))
+        )
+
+
 @pytest.fixture
 def strategy() -> ModuleType:
     """The room's, on the standalone package, as other tests here need it."""
@@ -142,12 +207,8 @@ class Algorithm(Enum):
 
 def test_optimizers(strategy: ModuleType, optimizer: OneBitAdam) -> None:
     strategy.check_optimizers([optimizer], world_size=1, scaler=None)
-    late = OneBitAdam(torch.nn.Linear(3, 2).named_parameters())
-    late.comes_and_goes = True
     with pytest.raises(ValueError, match="OneBitAdam has 1 ranks and the Trainer 4"):
         strategy.check_optimizers([optimizer], world_size=4, scaler=None)
-    with pytest.raises(ValueError, match="train DiLoCo with elastic= in a loop of your own"):
-        strategy.check_optimizers([late], world_size=1, scaler=None)
     with pytest.raises(ValueError, match='use stage=1, or precision="bf16-mixed"'):
         strategy.check_optimizers([optimizer], world_size=1, scaler=object())
     with pytest.raises(TypeError, match=r"configure_optimizers\(\) returned SGD"):

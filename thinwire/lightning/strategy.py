@@ -28,7 +28,7 @@ from thinwire.engine.optimizer_checkpoints import load_optimizer, save_optimizer
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
-from thinwire.zero.training_loops import refuse_late_workers
+from thinwire.zero.training_loops import follow_job
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], world_size: int, scaler: object) -> None:
@@ -44,8 +44,6 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], world_size: in
                 "gradients, so that ranks would train apart: return thinwire.OneBitAdam(self.parameters(), ...) or "
                 'another of thinwire\'s, or train with strategy="ddp"'
             )
-        if optimizer.comes_and_goes:
-            refuse_late_workers("the Trainer")
         if optimizer.comm.size != world_size:
             raise ValueError(
                 f"{name} has {optimizer.comm.size} ranks and the Trainer {world_size}: build the optimizer, and its "
@@ -101,6 +99,17 @@ def check_freezes(optimizers: Sequence[torch.optim.Optimizer], schedules: Sequen
 
         if math.inf > trainer.num_training_batches and 0 < trainer.estimated_stepping_batches < math.inf:
             on_every_rank(optimizer.comm, check, "begin training", (ValueError,))
+
+
+def check_elastic(trainer: Any) -> None:
+    """Raise ValueError unless a Trainer can count as an elastic job does, by the optimizer's steps."""
+    automatic = trainer.lightning_module.automatic_optimization and len(trainer.optimizers) == 1
+    steps = all(one.interval == "step" and one.frequency == 1 for one in trainer.strategy.lr_scheduler_configs)
+    if trainer.world_size > 1 or trainer.max_steps < 0 or not automatic or not steps:
+        raise ValueError(
+            "with elastic every worker is a Trainer of one process, devices=1, with max_steps=, one optimizer, "
+            'automatic optimization, and schedules of {"interval": "step"}: steps are counted as the job counts them'
+        )
 
 
 def check_places(callbacks: Sequence[Any]) -> None:
@@ -264,6 +273,13 @@ class ThinwireStrategy(_DDPStrategy):
                 stack.enter_context(optimizer.no_sync())
             yield
 
+    def optimizer_step(self, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+        """Step; of an elastic job, the Trainer counts the last step, and no other."""
+        output, module = super().optimizer_step(optimizer, *arguments, **options), self.lightning_module
+        if module is not None and getattr(optimizer, "comes_and_goes", False):
+            follow_job(module.trainer, optimizer.steps - 1)
+        return output
+
     # Weights: those that all ranks have in common, where ranks' own differ between syncs
 
     def on_train_start(self) -> None:
@@ -271,6 +287,9 @@ class ThinwireStrategy(_DDPStrategy):
         super().on_train_start()
         assert self.lightning_module is not None
         check_freezes(self._synchronized, self.lr_scheduler_configs, self.lightning_module)
+        for optimizer in (one for one in self._synchronized if one.comes_and_goes):
+            check_elastic(self.lightning_module.trainer)
+            follow_job(self.lightning_module.trainer, optimizer.steps)
         self._in_training = True
 
     def on_train_end(self) -> None:

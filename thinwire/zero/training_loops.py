@@ -86,8 +86,20 @@ def refuse_late_workers(trainer: str) -> None:
     raise ValueError(
         f"{trainer} counts steps and saves by itself, and a worker of an elastic job may join at a step that others "
         "have reached: train DiLoCo with elastic= in a loop of your own, `while optimizer.steps < STEPS`, or without; "
-        "thinwire.hugging_face.Trainer follows it with thinwire_config"
+        "thinwire.hugging_face.Trainer follows it with thinwire_config, and Lightning's with strategy='thinwire'"
     )
+
+
+def follow_job(trainer: Any, steps: int) -> None:
+    """Have Lightning's Trainer and its schedules be where so many steps lead that a job has taken."""
+    trainer.follows_workers = True  # see refuse_trainers
+    progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    progress.ready, progress.completed = progress.ready - progress.completed + steps, steps
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a schedule that is stepped before the optimizer
+        for one in trainer.strategy.lr_scheduler_configs:
+            while one.scheduler.last_epoch < steps:
+                one.scheduler.step()
 
 
 def refuse_trainers() -> None:
