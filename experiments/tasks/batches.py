@@ -5,6 +5,9 @@ A batch is a function of (seed, step, rank) and of nothing else, so a resumed ru
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from functools import lru_cache
 
@@ -17,9 +20,10 @@ from experiments.common.errors import InputError
 from experiments.tasks.masking import IGNORED, mask_tokens
 from experiments.tasks.tokenizer import CLS, SEP, SPECIAL_TOKENS
 
-__all__ = ["MaskedBatches", "Purpose", "pack", "random_at", "random_batch"]
+__all__ = ["MaskedBatches", "Purpose", "pack", "random_at", "random_batch", "seeded"]
 
 _ASKED_EVERY = 6
+_SEEDING = threading.Lock()
 
 
 class Purpose(IntEnum):
@@ -34,6 +38,14 @@ class Purpose(IntEnum):
 def random_at(purpose: Purpose, *key: int) -> np.random.Generator:
     """A generator that depends on purpose and key only: the same ones give the same draws."""
     return np.random.default_rng(np.random.SeedSequence([purpose, *key]))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds torch's own generator for what is built inside: ranks that are threads share it, and take turns."""
+    with _SEEDING:
+        torch.manual_seed(seed)
+        yield
 
 
 def pack(tokens: NDArray[np.int32], length: int) -> NDArray[np.int32]:

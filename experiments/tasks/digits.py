@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from experiments.tasks.batches import Purpose, random_at
+from experiments.tasks.batches import Purpose, random_at, seeded
 
 __all__ = ["DigitsTask"]
 
@@ -32,18 +32,18 @@ class DigitsTask:
 
     def build_model(self, seed: int) -> nn.Module:
         """Two convolutions and two linear layers, about 85,000 parameters."""
-        torch.manual_seed(seed)
-        return nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(64 * 4 * 4, 64),
-            nn.ReLU(),
-            nn.Linear(64, 10),
-        )
+        with seeded(seed):
+            return nn.Sequential(
+                nn.Conv2d(1, 32, 3, padding=1),
+                nn.ReLU(),
+                nn.Conv2d(32, 64, 3, padding=1),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+                nn.Flatten(),
+                nn.Linear(64 * 4 * 4, 64),
+                nn.ReLU(),
+                nn.Linear(64, 10),
+            )
 
     def training_loss(self, model: nn.Module, seed: int, step: int, rank: int, ranks: int) -> Tensor:
         """Mean cross-entropy of images drawn by (seed, step, rank), each shifted by up to one pixel."""

@@ -19,6 +19,7 @@ from transformers import (
     RobertaPreLayerNormForMaskedLM,
 )
 
+from experiments.tasks.batches import seeded
 from experiments.tasks.masking import IGNORED
 from experiments.tasks.sizes import BertSize
 from experiments.tasks.tokenizer import CLS, PAD, SEP
@@ -50,14 +51,13 @@ class PreLayerNormBert(RobertaPreLayerNormForMaskedLM):
 
 def build_bert(size: BertSize, vocabulary: int, positions: int, dropout: float, seed: int) -> MaskedBert:
     """A BERT with random weights that depend on the seed only, in training mode."""
-    torch.manual_seed(seed)
     config = BertConfig(vocab_size=vocabulary, max_position_embeddings=positions, **_shape(size), **_dropout(dropout))
-    return MaskedBert(config).train()
+    with seeded(seed):
+        return MaskedBert(config).train()
 
 
 def build_pre_ln_bert(size: BertSize, vocabulary: int, positions: int, dropout: float, seed: int) -> PreLayerNormBert:
     """A pre-LN BERT of the same size, likewise."""
-    torch.manual_seed(seed)
     config = RobertaPreLayerNormConfig(
         vocab_size=vocabulary,
         # Places are counted from the padding token's number + 1 on.
@@ -69,7 +69,8 @@ def build_pre_ln_bert(size: BertSize, vocabulary: int, positions: int, dropout: 
         **_shape(size),
         **_dropout(dropout),
     )
-    model = PreLayerNormBert(config).train()
+    with seeded(seed):
+        model = PreLayerNormBert(config).train()
     _shrink_branches(model)
     return model
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from experiments.common.errors import InputError, on_every_rank
-from experiments.tasks.batches import Purpose, random_at
+from experiments.tasks.batches import Purpose, random_at, seeded
 from experiments.tasks.corpus import Corpus
 from thinwire.comm import Communicator
 
@@ -161,8 +161,8 @@ class NextCharacterTask:
 
     def build_model(self, seed: int) -> CharacterModel:
         """A model whose weights depend on the seed only."""
-        torch.manual_seed(seed)
-        return CharacterModel(self.size, self.kinds)
+        with seeded(seed):
+            return CharacterModel(self.size, self.kinds)
 
     def training_loss(self, model: Callable[[Tensor], Tensor], seed: int, step: int, rank: int, ranks: int) -> Tensor:
         """Mean cross-entropy, in nats a character, of windows drawn by (seed, step, rank)."""

@@ -1,20 +1,24 @@
 """What experiments train, and on what: texts, tokens, passages, batches, characters; BERTs, and peers of attention."""
 
+import contextlib
 import math
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from experiments.common.errors import InputError
 from experiments.tasks import next_character, tokenizer
 from experiments.tasks.attention_peers import flex_mask, gathered_attention
 from experiments.tasks.batches import MaskedBatches, pack
 from experiments.tasks.corpus import load
+from experiments.tasks.digits import DigitsTask
 from experiments.tasks.masking import IGNORED, mask_tokens
 from experiments.tasks.models import build_pre_ln_bert
 from experiments.tasks.next_character import CharacterModelSize, NextCharacterTask
@@ -252,3 +256,18 @@ def test_flex_has_the_same_blocks_both_ways(layout: BigBird | Fixed) -> None:
     columns = mask.full_q_num_blocks  # what a backward walks along
     assert columns is not None
     assert torch.equal(columns[0].flatten(), index.column_offsets.diff())
+
+
+def test_a_seed_decides_the_weights_where_ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who builds a model has torch's generator until it is built."""
+    task, meeting, build = DigitsTask(4), threading.Barrier(2), nn.Conv2d
+
+    def meet_and_build(*arguments: Any, **options: Any) -> nn.Module:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait(0.2)
+        return build(*arguments, **options)
+
+    monkeypatch.setattr(nn, "Conv2d", meet_and_build)
+    for rank, model in enumerate(threads.run(lambda comm: task.build_model(comm.rank), 2)):
+        for mine, alone in zip(model.parameters(), task.build_model(rank).parameters(), strict=True):
+            assert torch.equal(mine, alone)
