@@ -18,9 +18,11 @@ from thinwire.plan.units import PlanError
 def make_parser() -> argparse.ArgumentParser:
     """What reads the command's arguments; `run` of what it returns does what they ask for."""
     parser = argparse.ArgumentParser(prog="thinwire", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="checkpoint|config|meet|plan|probe")
+    commands = parser.add_subparsers(required=True, metavar="checkpoint|compile|config|meet|plan|probe")
     checkpoint = commands.add_parser("checkpoint", help="verify, inspect, export or import checkpoints")
     add_deepspeed_commands(add_checkpoint_commands(checkpoint))
+    compiling = commands.add_parser("compile", help="compile the CPU kernels now, as for an image")
+    compiling.set_defaults(run=_compile)
     add_config_commands(commands.add_parser("config", help="say what a configuration file will do"))
     _add_meet_arguments(commands.add_parser("meet", help="serve the place where the workers of an elastic job meet"))
     add_plan_arguments(commands.add_parser("plan", help="predict step time and memory, and recommend a method"))
@@ -40,6 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(printable(f"thinwire: {error}"), file=sys.stderr)
         return 1
     return exit_code
+
+
+def _compile(_: argparse.Namespace) -> int:
+    from thinwire.compress.kernels.cpu.backend import KERNELS, compile_kernels
+
+    for number, name in enumerate(KERNELS, start=1):
+        print(f"thinwire: kernel {number} of {len(KERNELS)}, {name}", file=sys.stderr, flush=True)
+        compile_kernels([name])
+    return 0
 
 
 def _add_meet_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,12 +2,14 @@
 it says of bytes."""
 
 import inspect
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
 import torch
 from torch import nn
@@ -15,8 +17,10 @@ from torch import nn
 from tests.optim.subject import SUBJECTS, Subject, next_send
 from tests.optim.training import make_model, train
 from thinwire.comm import Communicator, threads
+from thinwire.compress.kernels.cpu import backend
 from thinwire.optim import registry
 from thinwire.optim.step import Send
+from thinwire.simd.compiling import types_of
 from thinwire.zero.memory import live_tensor_bytes
 
 ALONE = """
@@ -198,3 +202,57 @@ def test_one_rank_has_nothing_to_say(capsys: pytest.CaptureFixture[str]) -> None
 def test_nobody_speaks_who_was_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
     threads.run(lambda comm: train(model := make_model(), Subject("OneBitAdam", 0).build(model, comm), range(3)), 2)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("subject", [*SUBJECTS, Subject("OneBitAdam", 2, codec="int4")], ids=str)
+def test_kernels_are_prepared_before_they_are_called(
+    monkeypatch: pytest.MonkeyPatch, subject: Subject, dtype: torch.dtype
+) -> None:
+    """All that compressed steps call, with arguments of the types that they were compiled for."""
+    prepared: set[str] = set()
+    called: dict[str, set[Any]] = {}
+
+    def noting(name: str, kernel: Any) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            called.setdefault(name, set()).add(tuple(map(numba.typeof, arguments)))
+            kernel(*arguments)
+
+        return call
+
+    for name, (kernel, _) in backend.KERNELS.items():
+        monkeypatch.setattr(sys.modules[kernel.py_func.__module__], name, noting(name, kernel))
+    monkeypatch.setattr(backend, "prepare", prepared.update)
+
+    def body(comm: Communicator) -> None:
+        model = make_model(dtype=dtype)
+        train(model, subject.build(model, comm), range(15))
+
+    threads.run(body, 2)
+    assert called.keys() - {"adam_step"} == prepared
+    assert all(types == {types_of(backend.KERNELS[name][1])} for name, types in called.items())
+
+
+COLD = """
+import sys
+from numba.core import event
+from thinwire.compress.kernels.cpu import backend
+from thinwire.simd.compiling import types_of
+
+backend.prepare(["adam_step"])
+with event.install_recorder("numba:compile") as compiled:
+    backend.wait()
+kernel, arguments = backend.KERNELS["adam_step"]
+assert types_of(arguments) in kernel.overloads
+assert not compiled.buffer, compiled.buffer
+"""
+
+
+def test_what_is_not_on_disk_is_compiled_by_another_process(tmp_path: Path) -> None:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    for says in (True, False):
+        done = subprocess.run(
+            [sys.executable, "-c", COLD], capture_output=True, text=True, env=environment, check=False, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        assert ("compiling 1 kernels" in done.stderr) is says

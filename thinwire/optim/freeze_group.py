@@ -15,6 +15,7 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import check_same_on_every_rank
 from thinwire.compress.codecs import all_finite
 from thinwire.compress.exchange import Outcome, bring_headers
+from thinwire.compress.kernels.loading import wait_for_kernels
 from thinwire.compress.packet import SettingsError, read_together
 from thinwire.optim.algorithm import Agreement, Algorithm, FreezeRule, LocalSteps, variance_norm
 from thinwire.optim.bucket import Bucket, may_clip, place_of
@@ -296,6 +297,7 @@ class FreezeGroup:
 
     def _freeze(self) -> None:
         storage = self.storage
+        wait_for_kernels(self._parameters.parameters[0].device.type)
         storage.hold_masked(_variance_of(self.algorithm), 0.0)
         storage.begin_frozen_state()
         groups = storage.members(state_only=True)

@@ -9,18 +9,21 @@ import os
 import sys
 import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, Self, overload
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import check_same_on_every_rank, raise_together
-from thinwire.compress.kernels.loading import compiled_backend
-from thinwire.optim.algorithm import FreezeStep
+from thinwire.compress.codecs import make_codec
+from thinwire.compress.kernels.loading import compiled_backend, prepare_kernels, wait_for_kernels
+from thinwire.optim.algorithm import Algorithm, FreezeStep, LocalSteps
 from thinwire.optim.home import AlgorithmHome
 from thinwire.optim.options import HomeKeywords, HomeOptions, Recipe, earliest_freeze, find_peak
 from thinwire.optim.replicated.home import ReplicatedHome
@@ -215,10 +218,30 @@ class CompressedOptimizer(SynchronizedOptimizer):
         held = [one for group in self.param_groups for one in group["params"]]
         for device in {one.device for one in held if one.is_cuda}:
             compiled_backend(device.type)  # compression begins hours later, too late to tell that there is no compiler
+        self._prepare_kernels(recipe.algorithm(), chosen, held)
         uncompressed = ring_bytes(self.comm.size, [one for one in held if one.requires_grad])
         self._savings = SavingsReport(self, self.comm, recipe=recipe, uncompressed=uncompressed)
         if self._savings.speaks:
             self.register_step_post_hook(self._note_step)
+
+    def _prepare_kernels(self, algorithm: Algorithm, options: HomeOptions, held: Sequence[Tensor]) -> None:
+        """Have what compressed steps call compiled beside the warmup, or now if there is none."""
+        device, form, local = held[0].device.type, algorithm.form, isinstance(algorithm, LocalSteps)
+        narrow = self.stage > 0 and (options.param_dtype or held[0].dtype) != torch.float32
+        if not make_codec(options.codec, options.block_size).has_kernels:
+            return
+        names = ["average_and_encode"]
+        if form.packs and self.stage:
+            packed = options.codec == "sign1"
+            names += ["encode", *(("encode_packed_payload", "move_packed") if packed else ("decode", "store_rounded"))]
+            names += [] if packed or not narrow else ["encode_rounded"]
+            names += ["decode"] if packed and form.update is None else []
+        else:
+            names += ["encode_rounded", "store_rounded"] if narrow else ["encode" if local else "encode_payload"]
+            names += ["decode" if local or form.update is None else "decode_and_move"]
+        prepare_kernels(device, names)
+        if local or not algorithm.freezes:
+            wait_for_kernels(device)
 
     def __init_subclass__(cls) -> None:
         """Show the keyword arguments that all of them take in the class's signature, for `help` and editors."""

@@ -4,14 +4,17 @@ hang, and knows when machine code of an earlier run may be used."""
 from __future__ import annotations
 
 import ast
+import atexit
+import fcntl
 import functools
 import hashlib
 import importlib.util
 import logging
 import os
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakSet
@@ -20,6 +23,8 @@ import llvmlite
 import numba
 from llvmlite import binding
 from numba.core import event
+
+from thinwire.simd.workers import Cores
 
 # Of torchrun, Open MPI, other MPIs and Slurm: any of them tells a later rank, which says nothing.
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -134,3 +139,99 @@ def kernel(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _R
     except RuntimeError:  # no such folder
         compiled = numba.njit(nogil=True)(function)
     return cast("Callable[_Parameters, _Result]", compiled)
+
+
+# Ahead of their calls
+
+Kernels = Mapping[str, tuple[Any, tuple[Any, ...]]]
+"""By name, with arguments of the types that they are called with."""
+
+
+def types_of(arguments: Sequence[object]) -> tuple[Any, ...]:
+    """The types of arguments, as the compiler sees them."""
+    return tuple(map(numba.typeof, arguments))
+
+
+class _Ahead:
+    """Kernels that a run will call: read from disk if they are there, else compiled beside the run for all processes of
+    this host, by others that hold a lock until they end."""
+
+    def __init__(self, names: Sequence[str], kernels: Kernels, module: str) -> None:
+        self._kernels = {name: kernels[name] for name in names}
+        self._missing = self._load()
+        cache = kernels[self._missing[0]][0].stats.cache_path if self._missing else None
+        self._lock = Path(cache) / "compiling.lock" if cache else None
+        if self._lock is None:  # nothing is missing, or nothing is kept
+            return
+        try:
+            with self._lock.open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _compile_beside([sys.executable, "-m", module], self._missing, lock.fileno())
+        except OSError:  # another process of this host compiles, or there is none to be had
+            return
+
+    def wait(self) -> None:
+        """Wait until no process of this host compiles, and read what it has; what is missing then its call compiles."""
+        if self._missing and self._lock is not None and self._lock.exists():
+            with self._lock.open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+        self._missing = self._load()
+
+    def _load(self) -> list[str]:
+        missing = []
+        for name, (kernel, arguments) in self._kernels.items():
+            types = types_of(arguments)
+            if types in kernel.overloads:
+                continue
+            if kernel._cache.load_overload(types, kernel.targetctx) is None:
+                missing.append(name)
+            else:
+                kernel.compile(types)
+        return missing
+
+
+_begun: dict[tuple[str, ...], _Ahead] = {}
+_beginning = threading.Lock()
+
+
+def prepare(names: tuple[str, ...], kernels: Kernels, module: str) -> None:
+    """Have these of `kernels` compiled beside what follows, by `python -m module names`, if they are not on disk."""
+    with _beginning:
+        if names not in _begun and not numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+            _begun[names] = _Ahead(names, kernels, module)
+
+
+def wait() -> None:
+    """Wait for what `prepare` has begun."""
+    with _beginning:
+        for one in _begun.values():
+            one.wait()
+
+
+def _compile_beside(command: Sequence[str], names: Sequence[str], lock: int) -> None:
+    """Compile in as many processes as there are cores; the lock is theirs, and free when they have ended."""
+    if os.environ.get("RANK", "0") == "0":
+        logging.getLogger(__name__).warning(
+            "thinwire: compiling %d kernels for this processor beside the first steps, which takes some seconds; the "
+            "machine code is kept",
+            len(names),
+        )
+    nothing, processes = subprocess.DEVNULL, min(len(names), Cores().usable())
+    children = [
+        subprocess.Popen(
+            [*command, *names[number::processes]],
+            stdin=nothing,
+            stdout=nothing,
+            stderr=nothing,
+            pass_fds=[lock],
+        )
+        for number in range(processes)
+    ]
+    parent = os.getpid()
+
+    def end() -> None:
+        for child in children if os.getpid() == parent else ():  # which a fork leaves to its parent
+            child.kill()
+            child.wait()
+
+    atexit.register(end)

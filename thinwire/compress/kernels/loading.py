@@ -52,6 +52,20 @@ def compiled_backend(device: str) -> Any | None:
         return None
 
 
+def prepare_kernels(device: str, names: Sequence[str]) -> None:
+    """Have kernels that a run will call compiled beside its first steps, where that takes long enough to be seen."""
+    backend = compiled_backend(device)
+    if backend is not None and hasattr(backend, "prepare"):
+        backend.prepare(names)
+
+
+def wait_for_kernels(device: str) -> None:
+    """Wait for what `prepare_kernels` has begun."""
+    backend = compiled_backend(device)
+    if backend is not None and hasattr(backend, "prepare"):
+        backend.wait()
+
+
 def execute(call: KernelCall, written: Sequence[Tensor | None] = ()) -> None:
     """Check a kernel's arguments and execute it: compiled, or on a device without compiled kernels in plain torch.
 

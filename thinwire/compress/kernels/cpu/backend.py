@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from thinwire.compress.kernels.cpu.blocks import END, FIRST, Layout, PartLayout,
 from thinwire.compress.kernels.cpu.small_floats import FORMATS, NO_VALUES, Values
 from thinwire.compress.kernels.reference import write_headers as write_headers
 from thinwire.compress.packet_layout import HEADER_BYTES
+from thinwire.simd import compiling
 from thinwire.simd.workers import Workers
 
 _BLOCK = 4096
@@ -275,3 +277,59 @@ def _share_elements(work: Callable[[Range], None], numel: int) -> None:
     _share(
         lambda blocks: work(Range(blocks.first * _BLOCK, min(blocks.last * _BLOCK, numel))), -(-numel // _BLOCK), _BLOCK
     )
+
+
+# Before they are called
+
+_FORM = form_of("sign1")
+_RUNS, _FACTORS = np.empty((0, 4), dtype=np.int64), np.empty((0, 2), dtype=np.float32)
+_LAYOUT, _PART, _RANGE = Layout(_FORM, 0, 0, 0, 0), PartLayout(_FORM, 0, 0, 0, 0, 0, 0), Range(0, 0)
+_VALUES, _KEY = small_floats.Values(_NO_BYTES, 0), np.uint32(0)
+
+KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "adam_step": (adam.adam_step, (_RUNS, adam.Factors(*[np.float32(0)] * 7), adam.StepForm(*[False] * 7), _RANGE)),
+    "encode": (encoding.encode, (_NO_FLOATS, _NO_FLOATS, _NO_BYTES, _LAYOUT, _RANGE)),
+    "encode_rounded": (encoding.encode_rounded, (_NO_FLOATS, _NO_BYTES, _NO_BYTES, _NO_BYTES, _LAYOUT, _RANGE)),
+    "decode": (decoding.decode, (_NO_BYTES, _LAYOUT, _NO_FLOATS, 1, False, _RANGE)),
+    "store_rounded": (small_floats.store_rounded, (_VALUES, _NO_FLOATS, _KEY, _KEY, _RANGE)),
+    "encode_payload": (
+        payload.encode_payload,
+        (_RUNS, _FACTORS, 0, payload.Vectors(0, 0, 0), _NO_FLOATS, _NO_BYTES, _PART, _RANGE),
+    ),
+    "average_and_encode": (
+        payload.average_and_encode,
+        (_NO_BYTES, 1, _NO_BYTES, _NO_FLOATS, _NO_FLOATS, _NO_BYTES, _LAYOUT, _RANGE),
+    ),
+    "decode_and_move": (
+        moving.decode_and_move,
+        (_RUNS, _FACTORS, 0, False, _NO_BYTES, _NO_FLOATS, 0, _PART, _RANGE),
+    ),
+    "encode_packed_payload": (
+        payload.encode_packed_payload,
+        (_RUNS, _FACTORS, _FACTORS, _NO_BYTES, _LAYOUT, _NO_BYTES, _VALUES, _VALUES, _NO_BYTES, _PART, _RANGE),
+    ),
+    "move_packed": (
+        moving.move_packed,
+        (_RUNS, _FACTORS, _NO_BYTES, _LAYOUT, _NO_BYTES, _VALUES, 0, _KEY, _KEY, _RANGE),
+    ),
+}
+"""Every kernel, with arguments of the types that the backend calls it with: of one type each."""
+
+
+def prepare(names: Sequence[str]) -> None:
+    """Have kernels of these names compiled beside what follows, for all ranks of this host, if they are not on disk."""
+    compiling.prepare(tuple(names), KERNELS, __name__)
+
+
+wait = compiling.wait
+
+
+def compile_kernels(names: Sequence[str] = tuple(KERNELS)) -> None:
+    """Compile these kernels, or read their machine code if it is there."""
+    for name in names:
+        kernel, arguments = KERNELS[name]
+        kernel.compile(compiling.types_of(arguments))
+
+
+if __name__ == "__main__":
+    compile_kernels(sys.argv[1:])
