@@ -5,6 +5,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import thinwire
 from tests.test_doors import run
 
 REPOSITORY = Path(__file__).parents[1]
@@ -55,14 +56,20 @@ def test_without_numba_the_reference_serves_and_says_so_once() -> None:
     assert output.count("need numba") == 1
 
 
-def test_the_wheel_is_pure_python_and_holds_the_cuda_sources(tmp_path) -> None:
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(REPOSITORY)]
-    subprocess.run(build, check=True, capture_output=True)
+def test_the_wheel_of_the_sdist_trains_and_is_pure_python_and_holds_the_cuda_sources(tmp_path) -> None:
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(REPOSITORY)]
+    subprocess.run(build, check=True, capture_output=True)  # the wheel is made from the sdist
+    assert [path.name for path in tmp_path.glob("*.tar.gz")] == [f"thinwire-{thinwire.__version__}.tar.gz"]
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
+        archive.extractall(tmp_path / "installed")
+    train = f"import sys; sys.path.insert(0, {str(tmp_path / 'installed')!r}){WITHOUT_NUMBA}print(thinwire.__file__)"
+    trained = subprocess.run([sys.executable, "-c", train], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert trained.stdout.splitlines()[-2].startswith("True")
+    assert trained.stdout.splitlines()[-1].startswith(str(tmp_path))
     sources = {f"thinwire/{path.relative_to(REPOSITORY / 'thinwire')}" for path in REPOSITORY.glob("thinwire/**/*.py")}
     cuda = {f"thinwire/csrc/{path.name}" for path in REPOSITORY.glob("csrc/*.cu*")}
     assert cuda
