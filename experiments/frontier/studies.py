@@ -1,4 +1,4 @@
-"""What else is asked of the tasks: DiLoCo's own options, longer runs, and what 0/1 Adam's parts cost."""
+"""What else is asked of the tasks: DiLoCo's options, longer runs, and what parts of 0/1 Adam and 1-bit Muon do."""
 
 from __future__ import annotations
 
@@ -81,6 +81,15 @@ _ZERO_ONE: tuple[dict[str, Any], ...] = (
     {"var_freeze_step": 240},
 )
 
+_MUON: tuple[dict[str, Any], ...] = (
+    {},
+    {"nesterov": True},
+    {"low_rank": 0},
+    {"low_rank": 0, "nesterov": True},
+    {"codec": "stat2", "low_rank": 1},
+    {"codec": "stat2", "low_rank": 0, "nesterov": True},
+)
+
 
 def _grid(every: int) -> list[dict[str, Any]]:
     """The default, and outer rates by momentum."""
@@ -129,5 +138,6 @@ STUDIES = {
         Question("text", 2, (5e-3,), _variants("adamw", {}, steps=440), 440, seeds=1),
     ),
     "zero-one": (Question("text", 2, (5e-3,), _variants("zero-one-adam", *_ZERO_ONE)),),
+    "muon": tuple(Question("text", workers, (5e-3, 1e-2), _variants("onebit-muon", *_MUON)) for workers in (2, 4)),
 }
 """By name."""
