@@ -32,7 +32,7 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     seeds = len(next(iter(runs.values())))
     drawn = "one seed" if seeds == 1 else f"mean of {seeds} seeds, band: one standard deviation"
     subtitle = f"{content['ranks']} ranks; {drawn}; {in_words(content['machine'])}"
-    figure, axes = plotting.new_figure(len(found), _title(found), subtitle)
+    figure, axes = plotting.new_figure(len(found), _title(found, seeds), subtitle)
     for row, ((task, onebit), finding) in zip(axes, found.items(), strict=True):
         one = content["tasks"][task]
         series = [plotting.Series.of(optimizer, runs[task, optimizer]) for optimizer in (PARENTS[onebit], onebit)]
@@ -43,10 +43,10 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     plotting.save(figure, path)
 
 
-def _title(found: Mapping[tuple[str, str], Finding]) -> str:
+def _title(found: Mapping[tuple[str, str], Finding], seeds: int) -> str:
     onebit = _names([optimizer for _, optimizer in found])
     exact = _names([PARENTS[optimizer] for _, optimizer in found])
-    return findings.headline(onebit or "A 1-bit optimizer", exact or "its exact parent", list(found.values()))
+    return findings.headline(onebit or "A 1-bit optimizer", exact or "its exact parent", list(found.values()), seeds)
 
 
 def _names(optimizers: Sequence[str]) -> str | None:

@@ -20,7 +20,7 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     pairs = [(PARENTS[name], name) for name in runs if PARENTS.get(name) in runs and content["ranks"] > 1]
     titles = [
         findings.headline(
-            OPTIMIZERS[onebit].label, OPTIMIZERS[exact].label, [findings.compare([runs[exact]], [runs[onebit]])]
+            OPTIMIZERS[onebit].label, OPTIMIZERS[exact].label, [findings.compare([runs[exact]], [runs[onebit]])], 1
         )
         for exact, onebit in pairs
     ]

@@ -56,7 +56,7 @@ class Finding:
         return fewer if self.fewer_bytes > 1 else f"{loss}, no fewer bytes: it never froze its variance"
 
 
-def headline(onebit: str, exact: str, findings: Sequence[Finding]) -> str:
+def headline(onebit: str, exact: str, findings: Sequence[Finding], seeds: int) -> str:
     """The title of a picture of these findings, about optimizers of these names: fewest bytes and worst loss of all."""
     if not all(isfinite(finding.difference_percent) for finding in findings):
         return f"{onebit} diverged"
@@ -64,7 +64,8 @@ def headline(onebit: str, exact: str, findings: Sequence[Finding]) -> str:
     bytes_saved = fewest if fewest == most else f"{fewest} to {most}"
     worst = max(finding.difference_percent for finding in findings)
     limit = "" if len(findings) == 1 else "at most " if worst > 0 else "at least "
-    return f"{onebit} sends {bytes_saved} fewer bytes and ends {limit}{_apart(worst, 'below', 'above')} {exact}'s loss"
+    text = f"{onebit} sends {bytes_saved} fewer bytes and ends {limit}{_apart(worst, 'below', 'above')} {exact}'s loss"
+    return f"{text} (one seed)" if seeds == 1 else text
 
 
 def compare(exact: Sequence[Outcome], onebit: Sequence[Outcome]) -> Finding:

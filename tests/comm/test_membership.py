@@ -62,6 +62,7 @@ def test_survivors_agree_and_keep_their_order_and_who_waits_comes_in_after_them(
     found.append(waiting.result(60))
     assert [one.names for one in found] == [[first.name, third.name, comer.name]] * 3
     assert [one.index for one in found] == [1, 0, 2]
+    assert first.departures == third.departures == [f"{second.name} left"]
     assert [entry.record for entry in found[0].entries] == [{"taken": 4}, {"taken": 5}, None]
     assert not first.why_meet("")
     for one in (first, third, comer):
@@ -76,6 +77,7 @@ def test_a_worker_that_is_silent_is_dropped_and_comes_back_as_a_new_one() -> Non
     second.heart.stop()
     until(lambda: "no sign of life" in first.why_meet(""))
     assert first.meet({"taken": 1}, alarm=True).names == [first.name]
+    assert first.departures == [f"{second.name} gave no sign of life for 2 s"]
     # It was only held up: what it says of its state does not count any more.
     second.heart = Heart(PrefixStore("thinwire/job", store), second.name, settings.silence)
     until(lambda: not first.heart.silent(second.name))

@@ -194,13 +194,13 @@ def test_several_seeds_allow_one_standard_deviation(onebit: float, same: bool) -
 def test_a_headline_says_the_fewest_bytes_and_the_worst_loss() -> None:
     better = compare([outcome(2.0, 3200)], [outcome(1.9, 100, frozen_at=20)])
     worse = compare([outcome(2.0, 3200)], [outcome(2.06, 800, frozen_at=20)])
-    assert (
-        headline("1-bit Adam", "AdamW", [better]) == "1-bit Adam sends 32x fewer bytes and ends 5.0% below AdamW's loss"
-    )
-    both = headline("1-bit Adam", "AdamW", [better, worse])
+    one = "1-bit Adam sends 32x fewer bytes and ends 5.0% below AdamW's loss"
+    assert headline("1-bit Adam", "AdamW", [better], 3) == one
+    assert headline("1-bit Adam", "AdamW", [better], 1) == f"{one} (one seed)"
+    both = headline("1-bit Adam", "AdamW", [better, worse], 3)
     assert both == "1-bit Adam sends 4.0x to 32x fewer bytes and ends at most 3.0% above AdamW's loss"
     diverged = compare([outcome(2.0)], [outcome(float("nan"), frozen_at=3)])
-    assert headline("1-bit Adam", "AdamW", [better, diverged]) == "1-bit Adam diverged"
+    assert headline("1-bit Adam", "AdamW", [better, diverged], 3) == "1-bit Adam diverged"
 
 
 @pytest.mark.parametrize(("best", "tried"), [(0.004, []), (0.001, [0.0005, 0.001]), (0.016, [0.016, 0.032])])

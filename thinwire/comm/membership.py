@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import socket
 import threading
 import time
 import uuid
@@ -73,8 +75,13 @@ class Heart:
 
     def silent(self, name: str) -> bool:
         """Whether a worker that is watched has left, or counts as dead."""
+        return bool(self.fate(name))
+
+    def fate(self, name: str) -> str:
+        """Which of the two it is, in words; empty if it is neither."""
         with self._lock:
-            return self._beats.get(name) == _GONE or self._unchanged[name] >= self._patience
+            left, dead = self._beats.get(name) == _GONE, self._unchanged[name] >= self._patience
+        return f"{name} left" if left else f"{name} gave no sign of life for {self._silence:g} s" if dead else ""
 
     @property
     def disturbed(self) -> str:
@@ -82,9 +89,9 @@ class Heart:
         with self._lock:
             if self._alarm:
                 return "another worker has called a meeting"
-            lost = [name for name in self._members if name != self._name and self.silent(name)]
+            lost = [fate for name in self._members if name != self._name and (fate := self.fate(name))]
         if lost:
-            return f"{len(lost)} of the workers gave no sign of life"
+            return "; ".join(lost)
         if time.monotonic() - self._looked > self._silence + _INTERVAL:
             return "the meeting place does not answer"
         return ""
@@ -172,10 +179,12 @@ class Membership:
     Every rank of a node makes the same calls, but for `claim`, and for `wanted` and `leave`, which say and do something
     on the first rank alone. Every call may raise MembershipError, which is final.
 
-    `generation`: the last one that this worker was in. `relay`: between the node's ranks. `heart`: of the first one.
+    `generation`: the last one that this worker was in; `departures`: what the first rank saw of who was in the one
+    before, and is not in it. `relay`: between the node's ranks. `heart`: of the first one.
     """
 
     heart: Heart
+    departures: Sequence[str] = ()
 
     def __init__(
         self,
@@ -187,7 +196,7 @@ class Membership:
     ) -> None:
         """`store`: the meeting place's, at `address`. `comm`: of the node's ranks. `errors`: see Relay."""
         self.settings = settings
-        self.name = uuid.uuid4().hex[:12]
+        self.name = f"{socket.gethostname()}:{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.generation: Generation | None = None
         self._place = store
         seconds = max(settings.silence, _ANSWER_SECONDS)
@@ -246,8 +255,11 @@ class Membership:
         `record`: this worker's state, None where it has none; it counts as none where others have met without this
         worker. `alarm`: call those who do not know yet that a meeting is held.
         """
+        before = [] if self.generation is None else self.generation.names
         found = self._met(record, alarm)
         self.generation = Generation(found["number"], tuple(Entry(**one) for one in found["entries"]), found["index"])
+        lost = [name for name in before if self.relay.leads and name not in self.generation.names]
+        self.departures = [self.heart.fate(name) or f"{name} did not come" for name in lost]
         return self.generation
 
     @_asked
@@ -267,9 +279,7 @@ class Membership:
                 return asdict(Generation(number, tuple(entries), names.index(self.name)))
 
     def _next_open(self) -> int:
-        number = int(self._store.read("latest") or 0) + 1
-        if self.generation is not None:
-            number = max(number, self.generation.number + 1)
+        number = max(int(self._store.read("latest") or 0), self.generation.number if self.generation else 0) + 1
         while self._store.read(f"{number}/members") is not None:
             number += 1
         return number
@@ -321,11 +331,9 @@ class Membership:
 
     def _present(self, number: int) -> list[Entry]:
         """Who has come to the meeting and is alive, in the order of coming."""
-        found = []
-        for place in range(self._store.add(f"{number}/count", 0)):
-            written = self._store.read(f"{number}/entry/{place}")
-            if written is not None:
-                found.append(Entry(**json.loads(written)))
+        places = range(self._store.add(f"{number}/count", 0))
+        written = [self._store.read(f"{number}/entry/{place}") for place in places]
+        found = [Entry(**json.loads(one)) for one in written if one is not None]
         self.heart.watch([one.name for one in found])
         return [one for one in found if one.name == self.name or not self.heart.silent(one.name)]
 
@@ -380,8 +388,7 @@ class Membership:
 
     def leave(self) -> None:
         """Tell the others not to wait for this worker."""
-        heart = vars(self).get("heart")  # the first rank has one, once it has arrived
-        if heart is not None:
+        if heart := vars(self).get("heart"):  # the first rank has one, once it has arrived
             heart.stop(gone=True)
 
     def _another_store(self) -> Store:
@@ -390,4 +397,4 @@ class Membership:
 
 
 def _parsed(decided: str | None) -> list[Entry]:
-    return [Entry(**entry) for entry in json.loads(decided)] if decided else []
+    return [Entry(**entry) for entry in json.loads(decided or "[]")]

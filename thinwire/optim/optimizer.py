@@ -48,10 +48,17 @@ class SavingsReport:
         comm: its ranks.
         recipe: what says when it freezes; another one may take its place. None if there is nothing to freeze.
         uncompressed: bytes that a ring all-reduce of its gradients sends in a step.
+        otherwise: what it does if there is nothing to freeze.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, comm: Communicator, *, recipe: Recipe | None, uncompressed: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        comm: Communicator,
+        *,
+        recipe: Recipe | None,
+        uncompressed: int,
+        otherwise: str = "it compresses from the first step on",
     ) -> None:
         self._name = type(optimizer).__name__
         self.recipe = recipe
@@ -61,7 +68,7 @@ class SavingsReport:
         self._peak = 0
         self._first_frozen: tuple[int, int] | None = None
         self.speaks = comm.speaks and comm.size > 1
-        when = f"it freezes by {self._freezes}" if self._freezes else "it compresses from the first step on"
+        when = f"it freezes by {self._freezes}" if self._freezes else otherwise
         self._say(f"{self._name} on {comm.size} ranks: {_amount(uncompressed)} a step uncompressed; {when}")
         self.end = weakref.finalize(optimizer, self._end, os.getpid())
         """Say what the run has saved; only once, at the latest when the process ends."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -172,8 +173,8 @@ class _Ahead:
 
     def wait(self) -> None:
         """Wait until no process of this host compiles, and read what it has; what is missing then its call compiles."""
-        if self._missing and self._lock is not None and self._lock.exists():
-            with self._lock.open() as lock:
+        if self._missing and self._lock is not None:
+            with contextlib.suppress(OSError), self._lock.open() as lock:  # not every file system locks
                 fcntl.flock(lock, fcntl.LOCK_SH)
         self._missing = self._load()
 

@@ -3,6 +3,9 @@
 Processes that are killed are in tests/chaos/elastic.py.
 """
 
+import os
+import re
+import socket
 import sys
 import threading
 import time
@@ -97,7 +100,7 @@ def test_an_outer_step_whose_end_is_lost_counts_for_all_or_for_none(by_some: boo
     assert torch.equal(run_to_the_end(27, lose, **options), run_to_the_end(27, elastic=another_job, **options))
 
 
-def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner() -> None:
+def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner(capsys: pytest.CaptureFixture[str]) -> None:
     """One leaves after two outer steps, another joins after four: Algorithm 1 in float64."""
     options: dict[str, Any] = {"every": 4, "fragments": 1, "overlap": 0, "codec": "none", "outer_lr": 0.7}
     come = threading.Event()
@@ -134,6 +137,8 @@ def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner() -> Non
         return flat(model.parameters())
 
     first, second, _, late = together([lambda: stays(0), lambda: stays(1), leaves, joins])
+    left = rf"2 workers from step \d+ on, 0 of them new; {re.escape(socket.gethostname())}:{os.getpid()}-\w+ left"
+    assert len(re.findall(left, capsys.readouterr().err)) == 1
     assert torch.equal(first, second)
     assert torch.equal(first, late)
     # All three begin at once, in whatever order: their data are their own.

@@ -373,3 +373,19 @@ def test_another_optimizers_state_is_refused(comm: Communicator) -> None:
     state = make(comm, model, torch.optim.AdamW, **OPTIONS).state_dict()
     with pytest.raises(ValueError, match="DiLoCo of AdamW"):
         make(comm, model, torch.optim.SGD, **OPTIONS).load_state_dict(state)
+
+
+def test_it_says_at_the_end_what_a_run_has_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(comm: Communicator) -> None:
+        comm.speaks = comm.rank == 0
+        model = Tower()
+        optimizer = make(comm, model, every=4, fragments=1)
+        train(model, optimizer, 1, 9)
+        optimizer.close()
+
+    threads.run(body, 2)
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("thinwire: DiLoCo on 2 ranks: ")
+    assert first.endswith(" a step uncompressed; its workers talk every 4 steps")
+    assert last.startswith("thinwire: DiLoCo sent ")
+    assert last.endswith(" less than uncompressed gradients")

@@ -222,9 +222,11 @@ class ElasticHome(LocalHome):
     @torch.no_grad()
     def _meet(self, *, alarm: bool) -> None:
         """Be in the next generation that can work together."""
+        lost: list[str] = []
         for _ in range(_ATTEMPTS):
             record = self._standing().record() if self._in_the_job else None
             generation = self.membership.meet(record, alarm=alarm)
+            lost += self.membership.departures
             plan = Plan.of([entry.record for entry in generation.entries])
             try:
                 self._move_to(generation.index, plan)
@@ -234,8 +236,9 @@ class ElasticHome(LocalHome):
                 alarm, failure = True, error
             else:
                 if self._warns and generation.number > 1:
-                    now = f"{self.workers} workers from step {self.steps} on"
-                    print(f"thinwire: {now}, {plan.standings.count(None)} of them new", file=sys.stderr, flush=True)
+                    new = f"{plan.standings.count(None)} of them new"
+                    line = "; ".join([f"{self.workers} workers from step {self.steps} on, {new}", *lost])
+                    print(f"thinwire: {line}", file=sys.stderr, flush=True)
                 return
         raise MembershipError(
             f"the workers met {_ATTEMPTS} times and could not connect: {failure}. Can each reach the others? "

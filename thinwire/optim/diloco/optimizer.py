@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.utils.data import Sampler
+from typing_extensions import override
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator
@@ -36,6 +37,7 @@ from thinwire.optim.diloco.options import (
 from thinwire.optim.diloco.outer import OuterStep, make_outer_step
 from thinwire.optim.diloco.worker import NodeWorker, Worker
 from thinwire.optim.muon import mark_matrices
+from thinwire.optim.optimizer import SavingsReport
 from thinwire.optim.options import Backend, check_count
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_kind
@@ -108,6 +110,8 @@ class DiLoCo(SynchronizedOptimizer):
 
     steps_alone = True
     _home: LocalHome
+
+    _savings: SavingsReport | None = None
 
     def __init__(
         self,
@@ -221,6 +225,23 @@ class DiLoCo(SynchronizedOptimizer):
         the end of training, or before anybody changes weights. Collective; the same as `synchronize_weights`."""
         self.synchronize_weights()
 
+    @override
+    def close(self) -> None:
+        if self._savings is not None:
+            self._savings.end()
+        super().close()
+
+    def _report(self, uncompressed: int, pace: str) -> SavingsReport:
+        report = SavingsReport(self, self.comm, recipe=None, uncompressed=uncompressed, otherwise=pace)
+
+        def note(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
+            assert isinstance(optimizer, DiLoCo)
+            report.note(optimizer.steps, None, optimizer.bytes_sent, optimizer.bytes_uncompressed, 0)
+
+        if report.speaks:
+            self.register_step_post_hook(note)
+        return report
+
     def _make_worker(
         self,
         given: ParamsT,
@@ -296,7 +317,9 @@ class DiLoCo(SynchronizedOptimizer):
             return make_outer_step(exchange, links, fragment, rounded, number, device)
 
         more = mix, make_guard, settings["share"], make_step
-        return LocalHome(self.comm, exchange, links, worker, names, cut, steps, timetable, self.outer, *more)
+        home = LocalHome(self.comm, exchange, links, worker, names, cut, steps, timetable, self.outer, *more)
+        self._savings = self._report(home.uncompressed_step_bytes, f"its workers talk every {settings['every']} steps")
+        return home
 
     def _become(self, worker: Worker) -> None:
         """Show the inner optimizer's groups and state as this optimizer's: schedulers then set its rates."""
