@@ -162,17 +162,20 @@ class _Ahead:
         self._missing = self._load()
         cache = kernels[self._missing[0]][0].stats.cache_path if self._missing else None
         self._lock = Path(cache) / "compiling.lock" if cache else None
+        self._children: list[subprocess.Popen[bytes]] = []
         if self._lock is None:  # nothing is missing, or nothing is kept
             return
         try:
             with self._lock.open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _compile_beside([sys.executable, "-m", module], self._missing, lock.fileno())
+                self._children = _compile_beside([sys.executable, "-m", module], self._missing, lock.fileno())
         except OSError:  # another process of this host compiles, or there is none to be had
             return
 
     def wait(self) -> None:
         """Wait until no process of this host compiles, and read what it has; what is missing then its call compiles."""
+        for child in self._children:
+            child.wait()
         if self._missing and self._lock is not None:
             with contextlib.suppress(OSError), self._lock.open() as lock:  # not every file system locks
                 fcntl.flock(lock, fcntl.LOCK_SH)
@@ -209,7 +212,7 @@ def wait() -> None:
             one.wait()
 
 
-def _compile_beside(command: Sequence[str], names: Sequence[str], lock: int) -> None:
+def _compile_beside(command: Sequence[str], names: Sequence[str], lock: int) -> list[subprocess.Popen[bytes]]:
     """Compile in as many processes as there are cores; the lock is theirs, and free when they have ended."""
     if os.environ.get("RANK", "0") == "0":
         logging.getLogger(__name__).warning(
@@ -236,3 +239,4 @@ def _compile_beside(command: Sequence[str], names: Sequence[str], lock: int) -> 
             child.wait()
 
     atexit.register(end)
+    return children
