@@ -42,6 +42,7 @@ _NOT_DRAWN = (
     "ethernet_overlap",
     "frontier_longer_mini",
     "frontier_longer_text",
+    "frontier_muon_text",
     "frontier_outer_mini",
     "frontier_zero-one_text",
 )

@@ -34,9 +34,9 @@ import sys, warnings
 sys.modules["numba"] = None
 import torch, thinwire
 weight = torch.nn.Parameter(torch.ones(1000))
-optimizer = thinwire.OneBitAdam([weight], freeze_step=1)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
+    optimizer = thinwire.OneBitAdam([weight], freeze_step=1)
     for _ in range(4):
         weight.grad = torch.randn(1000)
         optimizer.step()

@@ -54,15 +54,13 @@ def compiled_backend(device: str) -> Any | None:
 
 def prepare_kernels(device: str, names: Sequence[str]) -> None:
     """Have kernels that a run will call compiled beside its first steps, where that takes long enough to be seen."""
-    backend = compiled_backend(device)
-    if backend is not None and hasattr(backend, "prepare"):
+    if device == "cpu" and (backend := compiled_backend(device)) is not None:
         backend.prepare(names)
 
 
 def wait_for_kernels(device: str) -> None:
     """Wait for what `prepare_kernels` has begun."""
-    backend = compiled_backend(device)
-    if backend is not None and hasattr(backend, "prepare"):
+    if device == "cpu" and (backend := compiled_backend(device)) is not None:
         backend.wait()
 
 
