@@ -166,7 +166,7 @@ def test_who_is_left_out_is_the_same_on_all_and_who_joins_knows_what_is_usual(ra
             while optimizer.steps == 15 and comm.rank == 0 and worker < 2 and not home.membership.wanted:
                 time.sleep(0.01)
             step(model, optimizer, worker)
-        known, left_out = home._guards[0].known.clone(), optimizer.left_out
+        known, left_out = home.outer_steps[0].guard.known.clone(), optimizer.left_out
         optimizer.synchronize()
         return flat(model.parameters()), known, left_out
 

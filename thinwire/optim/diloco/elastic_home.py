@@ -60,11 +60,11 @@ class ElasticHome(LocalHome):
         timetable: Timetable,
         outer: OuterOptimizer,
         mix: float | Literal["carry"],
-        make_guard: Callable[[int], Guard | None] = lambda numel: None,
+        make_guard: Callable[[int], Guard | None],
     ) -> None:
         device = worker.parameters[0].device
-        steps: list[OuterStep] = [Alone(one.numel, device) for one in fragments]
-        super().__init__(comm, comm, None, worker, names, fragments, steps, timetable, outer, mix, make_guard)
+        steps: list[OuterStep] = [Alone(one.numel, device, make_guard(one.numel)) for one in fragments]
+        super().__init__(comm, comm, None, worker, names, fragments, steps, timetable, outer, mix)
         self.membership = membership
         self.index = 0
         """This worker's number among `workers`, which may change at an outer step."""
@@ -278,7 +278,8 @@ class ElasticHome(LocalHome):
         device = self.worker.parameters[0].device
         states = self._states()
         for number, (fragment, before) in enumerate(zip(self.fragments, states, strict=True)):
-            after = make_node_outer_step(self._relay, group.comm, fragment, self._codec, number, device)
+            guard = self.outer_steps[number].guard
+            after = make_node_outer_step(self._relay, group.comm, fragment, self._codec, number, device, guard)
             self._momentum.hand_on(number, before, after.state, with_residuals=stays)
             self.outer_steps[number] = after
         self._failure, self._loaded, self._resumed_from = "", None, plan.of_source.checkpoint
@@ -296,7 +297,8 @@ class ElasticHome(LocalHome):
     def _hand_over(self, me: int, plan: Plan) -> None:
         """Give those who lack outer steps, or have nothing, what the source has. Collective of these."""
         group = self.membership.connect([plan.source, *plan.lacking], "state")
-        outer, momentum = hand_over(group, plan, self.weights, self._momentum, self._guards, len(self.fragments))
+        guards = [one.guard for one in self.outer_steps]
+        outer, momentum = hand_over(group, plan, self.weights, self._momentum, guards)
         if me != plan.source and plan.standings[me] is None:
             for fragment, values in outer.items():
                 self.weights.set(fragment, values, values)

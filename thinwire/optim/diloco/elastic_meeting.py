@@ -123,10 +123,10 @@ def hand_over(
     weights: OuterWeights,
     momentum: KeptMomentum,
     guards: Sequence[Guard | None],
-    fragments: int,
 ) -> tuple[dict[int, Tensor], list[Tensor]]:
     """The source's outer weights, of the fragments that a worker lacks, and its momentum if one has nothing; what its
-    guards know becomes everybody's. Collective of the source and of those who lack something."""
+    `guards`, of each fragment, know becomes everybody's. Collective of the source and of those who lack something."""
+    fragments = len(guards)
     lacking = [plan.standings[number] for number in plan.lacking]
     one_begins = None in lacking
     first = plan.top - fragments if one_begins else min((one.taken for one in lacking if one), default=plan.top)

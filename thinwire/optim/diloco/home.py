@@ -15,7 +15,7 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.packet import SettingsError
 from thinwire.optim.diloco.checkpoint import LocalCheckpoint, LocalCounters
-from thinwire.optim.diloco.fragments import Fragment, Guard, OuterOptimizer, Timetable
+from thinwire.optim.diloco.fragments import Fragment, OuterOptimizer, Timetable
 from thinwire.optim.diloco.outer import Arrived, OuterState, OuterStep, UnderWay
 from thinwire.optim.diloco.outer_weights import OuterWeights, SharedStates
 from thinwire.optim.diloco.worker import Worker
@@ -45,12 +45,11 @@ class LocalHome(Home):
         timetable: Timetable,
         outer: OuterOptimizer,
         mix: float | Literal["carry"],
-        make_guard: Callable[[int], Guard | None] = lambda numel: None,
         share: Mapping[str, int] | None = None,
         make_step: Callable[[Fragment, int, bool], OuterStep] | None = None,
     ) -> None:
-        """`make_guard`: of a fragment of so many elements. `share`: state that workers have in common, whose fragments'
-        outer steps `make_step` makes, of a number, and of values that are nowhere below 0 or not."""
+        """`share`: state that workers have in common, whose fragments' outer steps `make_step` makes, of a number, and
+        of values that are nowhere below 0 or not."""
         self.comm = comm
         self.worker = worker
         self.watcher = worker.watcher
@@ -74,8 +73,7 @@ class LocalHome(Home):
         self._links = links
         self._timetable = timetable
         ranks = range(comm.size) if links is None else links.groups.node_of
-        self._guards = [make_guard(one.numel) for one in fragments]
-        self._shared = SharedStates(share or {}, comm, list(ranks), worker, make_step, make_guard, self._guards)
+        self._shared = SharedStates(share or {}, comm, list(ranks), worker, make_step)
         self._carries = mix == "carry"
         self._mix = mix if isinstance(mix, float) else 0.0
         self._before_first: Callable[[], None] | None = None
@@ -207,11 +205,10 @@ class LocalHome(Home):
         self.worker.reset_state()
         for correlation in self.outer.correlations:
             correlation.reset()
-        for guard in self._guards:
-            if guard is not None:
-                guard.reset()
         for number, outer_step in enumerate(self.outer_steps):
             outer_step.state.reset()
+            if outer_step.guard is not None:
+                outer_step.guard.reset()
             outer = self.weights.outer(number).clone()
             self.weights.set(number, outer, outer)
         self.steps = 0
@@ -252,7 +249,7 @@ class LocalHome(Home):
             self.weights,
             shape,
             self._shared.found,
-            *(self.outer, self._guards),
+            *(self.outer, [one.guard for one in self.outer_steps]),
         )
 
     def _states(self) -> list[OuterState]:
@@ -291,7 +288,7 @@ class LocalHome(Home):
         settings = self.outer.of(fragment, self.fragments[fragment].kind)
         digest = settings_digest([{**vars(settings), "lost": lost}], number)
         pairs = [] if lost else self.weights.pairs(fragment)
-        self.outer_steps[fragment].leave(pairs, number, digest, meet=meet, guard=self._guards[fragment])
+        self.outer_steps[fragment].leave(pairs, number, digest, meet=meet)
         carries = self._carries and not self.fragments[fragment].kind
         departed = self.weights.replica(fragment) if carries else None
         self.under_way.append(UnderWay(fragment, self.steps, settings, departed=departed))
@@ -302,7 +299,7 @@ class LocalHome(Home):
 
     def _pass_on(self, one: UnderWay) -> None:
         if not one.passed_on:
-            self.outer_steps[one.fragment].pass_on(one.settings, self._guards[one.fragment])
+            self.outer_steps[one.fragment].pass_on(one.settings)
             one.passed_on = True
 
     def _take_in_all(self, due_by: float = math.inf, mix: float = 0.0) -> None:
@@ -314,7 +311,7 @@ class LocalHome(Home):
         """Take the outer step that a fragment has brought; where none was taken, begin again from the outer weights."""
         arrived = self._bring(one)
         self.under_way.remove(one)
-        guard, told = self._guards[one.fragment], arrived.told
+        guard, told = self.outer_steps[one.fragment].guard, arrived.told
         left_out = told is not None and told.own in told.left_out
         if guard is not None and told is not None:
             guard.follow(told)

@@ -309,14 +309,15 @@ class DiLoCo(SynchronizedOptimizer):
             membership = enter_elastic_job(elastic, self.comm, job, names, worker.parameters)
             return ElasticHome(self.comm, membership, worker, names, cut, codec, timetable, self.outer, mix, make_guard)
         device, exchange = worker.parameters[0].device, self.comm.duplicate()
-        steps = [make_outer_step(exchange, links, one, codec, number, device) for number, one in enumerate(cut)]
 
         def make_step(fragment: Fragment, number: int, positive: bool) -> OuterStep:
             # Blocks that share a scale would round the small ones of what is only positive, as a variance, to 0.
             rounded = make_codec("bf16") if positive and settings["codec"] != "none" else codec
-            return make_outer_step(exchange, links, fragment, rounded, number, device)
+            guard = make_guard(fragment.numel)
+            return make_outer_step(exchange, links, fragment, rounded, number, device, guard)
 
-        more = mix, make_guard, settings["share"], make_step
+        steps = [make_step(one, number, False) for number, one in enumerate(cut)]
+        more = mix, settings["share"], make_step
         home = LocalHome(self.comm, exchange, links, worker, names, cut, steps, timetable, self.outer, *more)
         self._savings = self._report(home.uncompressed_step_bytes, f"its workers talk every {settings['every']} steps")
         return home

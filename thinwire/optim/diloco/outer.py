@@ -86,13 +86,20 @@ class Together:
         owner:            a = mean c_m,  v = μ v + a,  u = η (a + μ v),  q = C(u + s),  s += u - q
         leg 2, everyone:  w° -= q
 
-    Use: `leave`, `pass_on`, `arrive`, in this order; a worker alone and a node's ranks do the same in their ways. A
-    Guard, or none on any rank, gives the c_m their weights.
+    Use: `leave`, `pass_on`, `arrive`, in this order; a worker alone and a node's ranks do the same in their ways. The
+    `guard`, or none on any rank, gives the c_m their weights.
     """
 
     def __init__(
-        self, exchange: Exchange, numel: int, device: torch.device, comm: Communicator, links: NodeLinks | None = None
+        self,
+        exchange: Exchange,
+        numel: int,
+        device: torch.device,
+        guard: Guard | None,
+        comm: Communicator,
+        links: NodeLinks | None = None,
     ) -> None:
+        self.guard = guard
         self._exchange = exchange
         self._comm = comm
         self._own = comm.rank if links is None else links.node
@@ -109,23 +116,15 @@ class Together:
         one = self._exchange
         return OuterState(one.owner_place, self._momentum, one.worker_place, one.worker_residual, one.owner_residual)
 
-    def leave(
-        self,
-        weights: Sequence[WeightPair],
-        step: int,
-        settings: int,
-        *,
-        meet: bool = False,
-        guard: Guard | None = None,
-    ) -> None:
+    def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
         """Leg 1: send w° - w of `weights`, which lie end to end in the fragment. Collective."""
         payload = self._exchange.payload
         payload[self._numel :].zero_()
         for place, pair in _end_to_end(weights):
             torch.sub(pair.outer, pair.own, out=payload[place])
         self._telling = self._told = self._exchange.weights = None
-        if guard is not None:
-            said = guard.say(payload[: self._numel])
+        if self.guard is not None:
+            said = self.guard.say(payload[: self._numel])
             everyone = said.new_empty(self._comm.size, len(said))
             self._telling = Leg(said, everyone, self._comm.all_gather(everyone, said, async_op=True))
         self._exchange.start(step, Flags.MEET if meet else Flags.NONE, settings)
@@ -135,13 +134,13 @@ class Together:
         told = self._telling is None or self._telling.work.is_completed()
         return told and self._exchange.leg_1_is_over
 
-    def pass_on(self, settings: OuterSettings, guard: Guard | None = None) -> None:
+    def pass_on(self, settings: OuterSettings) -> None:
         """Take the owner's part of the outer step, waiting for leg 1, and begin leg 2. Collective."""
         after = torch.empty_like(self._momentum)
-        if guard is not None and self._telling is not None:
+        if self.guard is not None and self._telling is not None:
             self._telling.work.wait()
             said = self._telling.received[[ranks[0] for ranks in self._members]]
-            self._told = guard.judge(self._own, said)
+            self._told = self.guard.judge(self._own, said)
             # What a node sends is times its part of the ranks.
             mean = self._comm.size / len(self._members)
             weights = [mean / len(ranks) * one for ranks, one in zip(self._members, self._told.shares, strict=True)]
@@ -187,7 +186,8 @@ class Alone:
     """Of a single worker, which sends nothing. In fp64, so that a step of rate 1 without momentum leads to the worker's
     own weights, bit for bit."""
 
-    def __init__(self, numel: int, device: torch.device) -> None:
+    def __init__(self, numel: int, device: torch.device, guard: Guard | None) -> None:
+        self.guard = guard
         self._momentum = torch.zeros(numel, device=device)
         self._gradient: Tensor | None = None
         self._update: Tensor | None = None
@@ -199,27 +199,19 @@ class Alone:
         """What is left behind."""
         return OuterState(slice(0, len(self._momentum)), self._momentum, alike=True)
 
-    def leave(
-        self,
-        weights: Sequence[WeightPair],
-        step: int,
-        settings: int,
-        *,
-        meet: bool = False,
-        guard: Guard | None = None,
-    ) -> None:
+    def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
         """Keep w° - w."""
         self._gradient = torch.empty_like(self._momentum, dtype=torch.float64)
         for place, pair in _end_to_end(weights):
             self._gradient[place].copy_(pair.outer).sub_(pair.own)
         self._meet = meet
-        self._told = None if guard is None else guard.judge(0, guard.say(self._gradient)[None])
+        self._told = None if self.guard is None else self.guard.judge(0, self.guard.say(self._gradient)[None])
 
     def may_pass_on(self) -> bool:
         """Whether nothing has to be waited for: always."""
         return True
 
-    def pass_on(self, settings: OuterSettings, guard: Guard | None = None) -> None:
+    def pass_on(self, settings: OuterSettings) -> None:
         """Take the outer step."""
         assert self._gradient is not None, "pass_on() follows leave()"
         gradient, self._gradient = self._gradient, None
@@ -257,6 +249,7 @@ class _OfNode:
     _relay: Relay
     _numel: int
     _device: torch.device
+    guard: Guard | None
     _of_leader: Together | Alone | None
     _error: CommunicationError | None = None
 
@@ -266,23 +259,15 @@ class _OfNode:
             return OuterState(slice(0, 0), torch.zeros(0, device=self._device))
         return self._of_leader.state
 
-    def leave(
-        self,
-        weights: Sequence[WeightPair],
-        step: int,
-        settings: int,
-        *,
-        meet: bool = False,
-        guard: Guard | None = None,
-    ) -> None:
+    def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
         self._error = None
-        self._on_leader(lambda one: one.leave(weights, step, settings, meet=meet, guard=guard))
+        self._on_leader(lambda one: one.leave(weights, step, settings, meet=meet))
 
     def may_pass_on(self) -> bool:
         return self._error is None and self._of_leader is not None and self._of_leader.may_pass_on()
 
-    def pass_on(self, settings: OuterSettings, guard: Guard | None = None) -> None:
-        self._on_leader(lambda one: one.pass_on(settings, guard))
+    def pass_on(self, settings: OuterSettings) -> None:
+        self._on_leader(lambda one: one.pass_on(settings))
 
     def arrive(self) -> Arrived:
         """Collective inside the node."""
@@ -329,6 +314,7 @@ def make_outer_step(
     codec: Codec,
     index: int,
     device: torch.device,
+    guard: Guard | None,
     *,
     reversible: bool = False,
 ) -> Together | Alone:
@@ -338,21 +324,27 @@ def make_outer_step(
     """
     workers = comm.size if links is None else links.num_nodes
     if workers == 1:
-        return Alone(fragment.numel, device)
+        return Alone(fragment.numel, device, guard)
     given: dict[str, Any] = {"bucket": index, "device": device}
     if links is not None:
         by_node = HierarchicalExchange(links, fragment.numel, codec, **given)
-        return Together(by_node, fragment.numel, device, comm, links)
+        return Together(by_node, fragment.numel, device, guard, comm, links)
     given |= {"residual_dtype": torch.bfloat16, "reversible": reversible}
-    return Together(LowMemoryExchange(comm, fragment.numel, codec, **given), fragment.numel, device, comm)
+    return Together(LowMemoryExchange(comm, fragment.numel, codec, **given), fragment.numel, device, guard, comm)
 
 
 def make_node_outer_step(
-    relay: Relay, comm: Communicator | None, fragment: Fragment, codec: Codec, index: int, device: torch.device
+    relay: Relay,
+    comm: Communicator | None,
+    fragment: Fragment,
+    codec: Codec,
+    index: int,
+    device: torch.device,
+    guard: Guard | None,
 ) -> OuterStep:
     """Of fragment number `index`, over the workers whose first ranks are those of `comm`, which no others have; what
     has left can be undone."""
     of_leader = None
     if comm is not None:
-        of_leader = make_outer_step(comm, None, fragment, codec, index, device, reversible=True)
-    return of_leader if relay.alone and of_leader else _OfNode(relay, fragment.numel, device, of_leader)
+        of_leader = make_outer_step(comm, None, fragment, codec, index, device, guard, reversible=True)
+    return of_leader if relay.alone and of_leader else _OfNode(relay, fragment.numel, device, guard, of_leader)

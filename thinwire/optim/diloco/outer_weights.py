@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.optim.diloco.fragments import Fragment, Guard, OuterSettings, Piece, Timetable
+from thinwire.optim.diloco.fragments import Fragment, OuterSettings, Piece, Timetable
 from thinwire.optim.diloco.outer import OuterState, OuterStep, WeightPair
 from thinwire.optim.diloco.worker import Worker
 
@@ -217,8 +217,7 @@ class SharedStates:
 
     `share`: kinds, and each after how many outer steps of a fragment's weights. `worker_of`: of each rank. `found`: by
     kind the numbers of the parameters that have it, on all workers, and whether none of its values is below 0; empty
-    until the workers have agreed. `make_step`: of a fragment, its number and whether nothing is negative. `guards`: of
-    each fragment. `places`: of
+    until the workers have agreed. `make_step`: of a fragment, its number and whether nothing is negative. `places`: of
     each fragment of state, which fragment of weights it belongs to.
     """
 
@@ -227,8 +226,6 @@ class SharedStates:
     worker_of: Sequence[int]
     worker: Worker
     make_step: Callable[[Fragment, int, bool], OuterStep] | None
-    make_guard: Callable[[int], Guard | None]
-    guards: list[Guard | None]
     found: dict[str, tuple[list[int], bool]] = field(default_factory=dict)
     places: list[int] = field(default_factory=list)
 
@@ -243,14 +240,13 @@ class SharedStates:
         of weights, in the place of any that are there."""
         self.found = {kind: one for kind, one in found.items() if kind in self.share}
         count = sum(not one.kind for one in fragments)
-        del fragments[count:], outer_steps[count:], self.guards[count:]
+        del fragments[count:], outer_steps[count:]
         weights.cut_off(count)
         made = self.fragments(fragments)
         for number, fragment in enumerate(made, count):
             assert self.make_step is not None, "who shares state can make its outer steps"
             outer_steps.append(self.make_step(fragment, number, self.least(fragment) is not None))
         fragments += made
-        self.guards += [self.make_guard(one.numel) for one in made]
         weights.add(made)
 
     def agree(self, trained: Sequence[int]) -> dict[str, tuple[list[int], bool]]:
