@@ -309,8 +309,6 @@ class OneBitMuon(ShardedOptimizer):
         self.stage = stage
         self._warn_of_padding()
         self._savings = SavingsReport(self, comm, recipe=None, uncompressed=self._home.uncompressed_step_bytes)
-        if self._savings.speaks:
-            self.register_step_post_hook(self._note_step)
 
     frozen = True
     """Every step is compressed."""
@@ -329,12 +327,6 @@ class OneBitMuon(ShardedOptimizer):
                 RuntimeWarning,
                 stacklevel=3,
             )
-
-    @staticmethod
-    def _note_step(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
-        assert isinstance(optimizer, OneBitMuon)
-        sent = optimizer.bytes_sent, optimizer.bytes_uncompressed
-        optimizer._savings.note(optimizer.steps, None, *sent, 0)
 
     @override
     def close(self) -> None:

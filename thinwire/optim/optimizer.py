@@ -70,6 +70,8 @@ class SavingsReport:
         self.speaks = comm.speaks and comm.size > 1
         when = f"it freezes by {self._freezes}" if self._freezes else otherwise
         self._say(f"{self._name} on {comm.size} ranks: {_amount(uncompressed)} a step uncompressed; {when}")
+        if self.speaks:
+            optimizer.register_step_post_hook(self._note)
         self.end = weakref.finalize(optimizer, self._end, os.getpid())
         """Say what the run has saved; only once, at the latest when the process ends."""
 
@@ -79,10 +81,14 @@ class SavingsReport:
             return ""
         return f"{self.recipe.freeze_option}={self.recipe.freeze_step!r}"
 
-    def note(self, steps: int, frozen_at: int | None, sent: int, uncompressed: int, peak: int) -> None:
+    def _note(self, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
         """Take note of a step: the counts of all steps so far, and the step with the highest rate."""
-        self._steps, self._frozen_at, self._sent, self._uncompressed = steps, frozen_at, sent, uncompressed
-        self._peak = peak
+        assert isinstance(optimizer, SynchronizedOptimizer)
+        steps, sent, frozen_at = optimizer.steps, optimizer.bytes_sent, None
+        self._steps, self._sent, self._uncompressed = steps, sent, optimizer.bytes_uncompressed
+        if isinstance(optimizer, CompressedOptimizer):
+            self._frozen_at = frozen_at = optimizer.frozen_at
+            self._peak = max((group.peak.step for group in optimizer._home.groups), default=0)
         if frozen_at is None or not self._freezes:
             return
         if self._first_frozen is None and steps > frozen_at:
@@ -228,8 +234,6 @@ class CompressedOptimizer(SynchronizedOptimizer):
         self._prepare_kernels(recipe.algorithm(), chosen, held)
         uncompressed = ring_bytes(self.comm.size, [one for one in held if one.requires_grad])
         self._savings = SavingsReport(self, self.comm, recipe=recipe, uncompressed=uncompressed)
-        if self._savings.speaks:
-            self.register_step_post_hook(self._note_step)
 
     def _prepare_kernels(self, algorithm: Algorithm, options: HomeOptions, held: Sequence[Tensor]) -> None:
         """Have what compressed steps call compiled beside the warmup, or now if there is none."""
@@ -262,13 +266,6 @@ class CompressedOptimizer(SynchronizedOptimizer):
             if one.name not in named and len(given) < len(own)
         ]
         cls.__signature__ = inspect.Signature([*given, *shared])  # type: ignore[attr-defined]
-
-    @staticmethod
-    def _note_step(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
-        assert isinstance(optimizer, CompressedOptimizer)
-        sent = optimizer.bytes_sent, optimizer.bytes_uncompressed
-        peaks = [group.peak.step for group in optimizer._home.groups]
-        optimizer._savings.note(optimizer.steps, optimizer.frozen_at, *sent, max(peaks, default=0))
 
     @override
     def close(self) -> None:

@@ -184,9 +184,7 @@ _sharded: weakref.WeakKeyDictionary[nn.Module, tuple[object, Traffic]] = weakref
 def is_sharded_here(model: nn.Module) -> bool:
     """Whether `shard_model` has sharded this model, whose layers hold their shards alone from now on."""
     if model in _sharded:
-        for module in model.modules():
-            if (reshard := getattr(module, "reshard", None)) is not None:
-                reshard()
+        free_gathered(model)
     return model in _sharded
 
 
@@ -259,7 +257,7 @@ def _read_in(model: nn.Module, readers: Mapping[str, Callable[[Tensor], Tensor]]
 
 def free_gathered(model: nn.Module) -> None:
     """Free what layers of a sharded model have gathered; of one that is whole, nothing."""
-    if any(map(is_sharded, model.parameters())):
+    if model in _sharded or any(map(is_sharded, model.parameters())):
         for module in model.modules():
             if (reshard := getattr(module, "reshard", None)) is not None:
                 reshard()

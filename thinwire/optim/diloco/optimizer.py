@@ -231,17 +231,6 @@ class DiLoCo(SynchronizedOptimizer):
             self._savings.end()
         super().close()
 
-    def _report(self, uncompressed: int, pace: str) -> SavingsReport:
-        report = SavingsReport(self, self.comm, recipe=None, uncompressed=uncompressed, otherwise=pace)
-
-        def note(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
-            assert isinstance(optimizer, DiLoCo)
-            report.note(optimizer.steps, None, optimizer.bytes_sent, optimizer.bytes_uncompressed, 0)
-
-        if report.speaks:
-            self.register_step_post_hook(note)
-        return report
-
     def _make_worker(
         self,
         given: ParamsT,
@@ -319,7 +308,8 @@ class DiLoCo(SynchronizedOptimizer):
         steps = [make_step(one, number, False) for number, one in enumerate(cut)]
         more = mix, settings["share"], make_step
         home = LocalHome(self.comm, exchange, links, worker, names, cut, steps, timetable, self.outer, *more)
-        self._savings = self._report(home.uncompressed_step_bytes, f"its workers talk every {settings['every']} steps")
+        sends, pace = home.uncompressed_step_bytes, f"its workers talk every {settings['every']} steps"
+        self._savings = SavingsReport(self, self.comm, recipe=None, uncompressed=sends, otherwise=pace)
         return home
 
     def _become(self, worker: Worker) -> None:
