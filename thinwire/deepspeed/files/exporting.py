@@ -16,8 +16,16 @@ from torch.utils._pytree import tree_map_only
 from thinwire.comm import threads
 from thinwire.deepspeed.files.model_files import looks_like_deepspeed, same_objects
 from thinwire.engine.checkpoint.client_state import SpecialValue, unpack_client_state
-from thinwire.engine.checkpoint.exporting import file_size, lazy_weights, open_to_export, say, write_state_dict
-from thinwire.engine.checkpoint.files import LazyTensor
+from thinwire.engine.checkpoint.exporting import (
+    file_size,
+    lazy_weights,
+    open_to_export,
+    replaced,
+    save_new,
+    say,
+    write_state_dict,
+)
+from thinwire.engine.checkpoint.files import LazyTensor, write_whole
 from thinwire.engine.checkpoint.loading import LoadedCheckpoint
 from thinwire.engine.checkpoint.manifest import MANIFEST
 from thinwire.engine.checkpoint.store import CheckpointStore
@@ -114,9 +122,7 @@ def write_fp32_weights(
 
 def export_fp32(arguments: argparse.Namespace) -> int:
     """Do what `thinwire checkpoint export --format deepspeed-fp32` says; returns the exit code."""
-    for name, given in (("--dtype", arguments.dtype), ("--config", arguments.config), ("--tied", arguments.tied)):
-        if given:
-            raise UsageError(f"{name} is for --format safetensors: deepspeed-fp32 is fp32, under every name")
+    _refuse(arguments, "dtype config tied", "is for --format safetensors: deepspeed-fp32 is fp32, under every name")
     try:
         largest = file_size(arguments.max_shard_size)
     except ValueError as error:
@@ -132,15 +138,18 @@ def export_fp32(arguments: argparse.Namespace) -> int:
 
 def export_states(arguments: argparse.Namespace) -> int:
     """Do what `thinwire checkpoint export --format deepspeed` says; returns the exit code."""
-    frozen, safetensors = arguments.exclude_frozen_parameters, arguments.safe_serialization
-    others = ("--dtype", arguments.dtype), ("--config", arguments.config), ("--tied", arguments.tied)
-    for name, given in (*others, ("--exclude-frozen-parameters", frozen), ("--safe-serialization", safetensors)):
-        if given:
-            raise UsageError(f"{name} is for another --format: deepspeed has every name, in the dtype it was saved in")
+    others = "dtype config tied exclude_frozen_parameters safe_serialization"
+    _refuse(arguments, others, "is for another --format: deepspeed has every name, in the dtype it was saved in")
     with open_to_export(arguments) as checkpoint:
         path = write_model_states(checkpoint, arguments.output)
     say(f"{path}: of the weights of {checkpoint.tag}, {path.stat().st_size} bytes")
     return 0
+
+
+def _refuse(arguments: argparse.Namespace, options: str, why: str) -> None:
+    for name in options.split():
+        if getattr(arguments, name):
+            raise UsageError(f"--{name.replace('_', '-')} {why}")
 
 
 def write_model_states(checkpoint: LoadedCheckpoint, output: Path) -> Path:
@@ -168,12 +177,11 @@ def write_model_states(checkpoint: LoadedCheckpoint, output: Path) -> Path:
         "mp_world_size": 1,
         DS_VERSION: f"thinwire {__version__}",
     }
-    path = output / checkpoint.tag / "mp_rank_00_model_states.pt"
+    path = Path(get_model_ckpt_name_for_rank(str(output / checkpoint.tag), "00"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.writing")
-    torch.save(states, unfinished)
-    os.replace(unfinished, path)
-    (output / "latest").write_text(checkpoint.tag)
+    with replaced(path) as unfinished:
+        save_new(unfinished, states)
+    write_whole(output / "latest", checkpoint.tag.encode())
     return path
 
 

@@ -13,7 +13,8 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -103,13 +104,20 @@ def _divided(sizes: Mapping[str, int], largest: int | None) -> list[list[str]]:
 
 @torch.no_grad()
 def _replace(path: Path, tensors: Mapping[str, Tensor | LazyTensor], same: Mapping[str, str]) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    unfinished.unlink(missing_ok=True)  # of a process of the same number that was killed
-    try:
+    with replaced(path) as unfinished:
         if path.suffix == _SAFETENSORS:
             write_tensors(unfinished, {**tensors, **{alias: tensors[name] for alias, name in same.items()}})
         else:
             _save(unfinished, tensors, same)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Where to write a file that then takes the place of `path`, or leaves nothing if that fails. Raises OSError."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    unfinished.unlink(missing_ok=True)  # of a process of the same number that was killed
+    try:
+        yield unfinished
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -121,7 +129,11 @@ def _save(path: Path, tensors: Mapping[str, Tensor | LazyTensor], same: Mapping[
         tensor = one.contiguous().detach().cpu().reshape(one.shape)
         # torch.save writes the whole memory that a view is of.
         values[name] = tensor if tensor.untyped_storage().nbytes() == one.nbytes else tensor.clone()
-    values |= {alias: values[name] for alias, name in same.items()}
+    save_new(path, values | {alias: values[name] for alias, name in same.items()})
+
+
+def save_new(path: Path, values: Mapping[str, Any]) -> None:
+    """torch.save to a file that is not there yet, and have it reach the disk. Raises OSError."""
     with open(path, "xb") as file:
         torch.save(values, file)
         file.flush()
