@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 PROVIDERS["dialect of configurations"] = "thinwire.deepspeed.config.translation"
+PROVIDERS["communicators of groups"] = "thinwire.comm.launch"
 PROVIDERS["engines"] = "thinwire.deepspeed.initialization"
 
 # Torch alone takes a second to import, which `thinwire plan --help` need not wait for.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 PROVIDERS: dict[str, str] = {}
-"""Modules of upper rooms that lower ones use if they are there, by what for; the door of the package names them."""
+"""Modules that others below them use if they are there, by what for; the door of the package names them."""
 
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:

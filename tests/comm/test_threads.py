@@ -209,11 +209,28 @@ CALL = Call(4, "all_reduce(sum) of 3 float32")
     ids=["silent ranks", "a rank at another call", "nobody"],
 )
 def test_who_is_to_blame(roll_call, timeout, cause, kind, ranks, said):
-    error = describe_failure(CALL, 0, 4, roll_call, timeout, cause)
+    error = describe_failure(CALL, 0, range(4), roll_call, timeout, cause)
     assert (type(error), error.ranks, error.collective) == (kind, ranks, CALL.signature)
-    for one in [*said, cause or "timed out after 2 s"]:
+    for one in [*said, cause or "timed out after 2 s", "on rank 0 of 4:"]:
         assert one in str(error)
     assert Call.decode(CALL.encode()) == CALL
+
+
+def test_a_rank_of_a_group_is_called_by_its_number_in_the_job():
+    error = describe_failure(CALL, 0, [1, 3, 5, 7], RollCall({0: CALL, 3: CALL}, (1, 2)), 2.0, None)
+    assert error.ranks == (3, 5)
+    assert "on rank 1 of the group of ranks 1, 3, 5, 7: ranks 3, 5 did not answer" in str(error)
+
+    def differ(comm: Communicator) -> None:
+        half = comm.split(comm.rank % 2)
+        assert half is not None
+        assert list(half.global_ranks) == [comm.rank % 2, comm.rank % 2 + 2]
+        if comm.rank == 3:
+            raise KeyError("a bug of the user")
+        if comm.rank == 1:
+            refused(CommunicationError, "rank 3 raised KeyError", half.barrier)
+
+    refused(KeyError, "a bug of the user", threads.run, differ, 4)
 
 
 # Staged collectives begin in the order of their calls, whenever what they send arrives

@@ -36,7 +36,7 @@ def raise_together(comm: Communicator, error: Exception | None, doing: str) -> N
     messages = comm.all_gather_bytes(mine.encode(errors="backslashreplace"), doing)
     if error is not None:
         raise error
-    for rank, message in enumerate(messages):
+    for rank, message in zip(comm.global_ranks, messages, strict=True):
         if message:
             raise ValueError(f"rank {rank} could not {doing}: {message.decode()}")
 
@@ -81,9 +81,11 @@ def check_same_on_every_rank(
         return
     descriptions = [json.loads(other) for other in raw]
     rank = next(rank for rank, other in enumerate(raw) if other != raw[0])
-    difference = _first_difference(descriptions[0], descriptions[rank])
+    first = comm.global_ranks[0]
+    difference = _first_difference(descriptions[0], descriptions[rank], f"rank {first}")
     raise ValueError(
-        f"rank {rank} and rank 0 differ: {difference}. Every rank must have the same model and the same settings"
+        f"rank {comm.global_ranks[rank]} and rank {first} differ: {difference}. Every rank must have the same model "
+        "and the same settings"
     )
 
 
@@ -98,25 +100,25 @@ def _comparable(value: Any) -> Any:
     return value if isinstance(value, int | float | str | list | tuple | None) else type(value).__name__
 
 
-def _first_difference(left: dict[str, Any], right: dict[str, Any]) -> str:
+def _first_difference(left: dict[str, Any], right: dict[str, Any], first: str) -> str:
     if len(left["parameters"]) != len(right["parameters"]):
-        return f"{len(right['parameters'])} parameters against {len(left['parameters'])} on rank 0"
+        return f"{len(right['parameters'])} parameters against {len(left['parameters'])} on {first}"
     pairs = zip(left["parameters"], right["parameters"], strict=True)
     for index, (mine, other) in enumerate(pairs):
         if mine != other:
             return (
                 f"parameter {index} has shape {tuple(other[0])}, {other[1]}, against {tuple(mine[0])}, {mine[1]} on "
-                "rank 0"
+                f"{first}"
             )
     for name in left["settings"]:
         mine, other = left["settings"][name], right["settings"][name]
         if isinstance(mine, list) and isinstance(other, list) and len(mine) == len(other):
             for index, (of_left, of_right) in enumerate(zip(mine, other, strict=True)):
                 if of_left != of_right:
-                    return f"{name}[{index}] is {of_right!r} against {of_left!r} on rank 0"
+                    return f"{name}[{index}] is {of_right!r} against {of_left!r} on {first}"
         if mine != other:
-            return f"{name} is {other!r} against {mine!r} on rank 0"
-    return f"parameter groups are {right['groups']} against {left['groups']} on rank 0"
+            return f"{name} is {other!r} against {mine!r} on {first}"
+    return f"parameter groups are {right['groups']} against {left['groups']} on {first}"
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,8 @@ def agree_on_nodes(
     for rank, answer in enumerate(answers):
         if answer["given"] != given:
             raise ValueError(
-                f"rank {rank} has nodes={answer['given']} and rank 0 {given}: every rank must group them alike"
+                f"rank {comm.global_ranks[rank]} has nodes={answer['given']} and rank {comm.global_ranks[0]} {given}: "
+                "every rank must group them alike"
             )
     if given is not None and len(given) != comm.size:
         raise ValueError(f"nodes must name the node of each of the {comm.size} ranks, got {len(given)} numbers")
@@ -206,7 +209,7 @@ class NodeLinks:
         self.node = groups.node_of[comm.rank]
         self.num_nodes = len(groups.members)
         self.lanes = groups.lanes
-        self.size = comm.size
+        self.size, self.global_ranks = comm.size, comm.global_ranks
         place = groups.members[self.node].index(comm.rank)
         self.lane = place if place < self.lanes else None
         inside = comm.split(self.node)

@@ -9,7 +9,7 @@ import os
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import WeakSet
 
@@ -32,8 +32,9 @@ from thinwire.comm.collectives import (
     check_timeout,
     flat_view,
 )
-from thinwire.comm.errors import Call, CommunicationError, RollCall, describe_failure, fork_error
+from thinwire.comm.errors import Call, CommunicationError, RollCall, describe_failure, differing_purposes, fork_error
 from thinwire.comm.traffic import sent_bytes
+from thinwire.lazy_imports import provided
 
 _ALARM_INTERVAL = 0.5
 """Seconds between two looks for the alarm of a rank that failed."""
@@ -61,22 +62,30 @@ class Communicator(ABC):
 
     ``rank``, ``size``, ``backend`` ("gloo", "nccl", "mpi", "threads" or "single"), ``timeout`` in seconds,
     ``traffic``: the bytes this rank sent. ``speaks``: whether this rank tells the user, on stderr, what goes on.
+    ``global_ranks``: of each rank, the one that it has in the whole job, by which errors call it.
     """
 
     _transport_errors: tuple[type[Exception], ...] = ()
 
     def __init__(self, rank: int, size: int, backend: str, timeout: float) -> None:
         check_timeout(timeout)
-        self.rank = rank
-        self.size = size
+        self.rank, self.size = rank, size
         self.backend = backend
         self.timeout = timeout
         self.traffic = Traffic()
         self.speaks = False
+        self.global_ranks: Sequence[int] = range(size)
         self._sequence = 0
         self._failure: CommunicationError | None = None
         self._staging = Staging()
         _LIVING.add(self)
+
+    @staticmethod
+    def of(group: object, timeout: float = 300.0) -> Communicator:
+        """Make one of the ranks of a torch process group or one-dimensional DeviceMesh, or of an mpi4py communicator,
+        by all of these ranks and no others. Raises TypeError or ValueError for what is none, or not this process's."""
+        made: Communicator = provided("communicators of groups").communicator_of(group, timeout)
+        return made
 
     def all_to_all(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> Work:
         """Send chunk j of ``input`` to rank j; chunk i of ``output`` is what rank i sent here.
@@ -103,7 +112,7 @@ class Communicator(ABC):
         def start(call: Call, output: Tensor, _: Tensor) -> Pending:
             return self._start_broadcast(call, output, root)
 
-        return self._move("broadcast", start, tensor, tensor, async_op, f" from rank {root}")
+        return self._move("broadcast", start, tensor, tensor, async_op, f" from rank {self.global_ranks[root]}")
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> Work:
         """Replace ``tensor`` by its sum, mean, maximum or minimum over the ranks; the same on all.
@@ -143,7 +152,11 @@ class Communicator(ABC):
         head = (zlib.crc32(purpose.encode()) & 0x7FFFFFFF) << 32 | len(payload)  # 31 bits of the purpose, and a length
         heads = self._gather_on_host("all_gather_bytes", torch.tensor([head])).tolist()
         if any(head >> 32 != heads[0] >> 32 for head in heads):
-            self._raise_different_purposes(purpose)
+            mine = torch.tensor(list(purpose.encode()[:_PURPOSE].ljust(_PURPOSE)), dtype=torch.uint8)
+            purposes = self._gather_on_host("all_gather_bytes", mine).view(self.size, _PURPOSE).numpy()
+            told = [bytes(one).decode().strip() for one in purposes]
+            self._failure = differing_purposes(dict(zip(self.global_ranks, told, strict=True)))
+            raise self._failure
         lengths = [head & _LONGEST for head in heads]
         longest = max(lengths)
         padded = torch.tensor(list(payload.ljust(longest, b"\0")), dtype=torch.uint8)
@@ -232,20 +245,6 @@ class Communicator(ABC):
     def control_device(self) -> torch.device:
         """Where control messages must lie for the backend to carry them."""
         return torch.device("cpu")
-
-    def _raise_different_purposes(self, purpose: str) -> None:
-        """Find out what every rank is about to do. Collective."""
-        mine = torch.tensor(list(purpose.encode()[:_PURPOSE].ljust(_PURPOSE)), dtype=torch.uint8)
-        raw = self._gather_on_host("all_gather_bytes", mine).numpy().tobytes()
-        purposes = [raw[start : start + _PURPOSE].decode().strip() for start in range(0, len(raw), _PURPOSE)]
-        other = next(rank for rank, one in enumerate(purposes) if one != purposes[0])
-        self._failure = CommunicationError(
-            f"ranks are not at the same call: rank 0 is about to {purposes[0]}, rank {other} to {purposes[other]}. "
-            "Every rank must make the same calls in the same order",
-            ranks=tuple(rank for rank, one in enumerate(purposes) if one != purposes[0]),
-            collective="all_gather_bytes",
-        )
-        raise self._failure
 
     def _gather_on_host(self, name: str, mine: Tensor) -> Tensor:
         """Gather equal control messages of all ranks, and wait on the host until they are here."""
@@ -351,7 +350,7 @@ class Communicator(ABC):
     def _fail(self, call: Call, *, timeout: float | None = None, cause: object = None) -> CommunicationError:
         roll_call = self._roll_call(call)
         self._abandon()
-        self._failure = describe_failure(call, self.rank, self.size, roll_call, timeout, cause)
+        self._failure = describe_failure(call, self.rank, self.global_ranks, roll_call, timeout, cause)
         return self._failure
 
 

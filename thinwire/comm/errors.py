@@ -4,7 +4,7 @@ silent are to blame. And what a schema found wrong, in a line."""
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -77,15 +77,15 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def describe_failure(
-    call: Call, rank: int, size: int, roll_call: RollCall, timeout: float | None, cause: object
+    call: Call, rank: int, global_ranks: Sequence[int], roll_call: RollCall, timeout: float | None, cause: object
 ) -> CommunicationError:
-    """Build the error that ``rank`` raises for ``call`` after ``roll_call``.
+    """Build the error that ``rank`` raises for ``call`` after ``roll_call``; it names ``global_ranks``.
 
     ``timeout`` is the seconds waited when the call timed out, None when it failed at once; ``cause`` is
     what the transport said, if anything.
     """
-    blamed = roll_call.absent
-    differing = {other: answer for other, answer in sorted(roll_call.answers.items()) if answer != call}
+    blamed = tuple(global_ranks[other] for other in roll_call.absent)
+    differing = {global_ranks[other]: one for other, one in sorted(roll_call.answers.items()) if one != call}
     if blamed:
         reason = f"{name_ranks(blamed)} did not answer: dead, stopped or busy elsewhere"
     elif differing:
@@ -97,8 +97,22 @@ def describe_failure(
     what = f"timed out after {timeout:g} s" if timeout is not None else "failed"
     details = "".join(f" [{detail}]" for detail in (roll_call.remark, cause) if detail)
     kind = CommunicationTimeout if timeout is not None else CommunicationError
-    message = f"{call} {what} on rank {rank} of {size}: {reason}{details}"
+    size = len(global_ranks)
+    among = f"{size}" if list(global_ranks) == list(range(size)) else f"the group of {name_ranks(global_ranks)}"
+    message = f"{call} {what} on rank {global_ranks[rank]} of {among}: {reason}{details}"
     return kind(message, ranks=blamed, collective=call.signature)
+
+
+def differing_purposes(purposes: Mapping[int, str]) -> CommunicationError:
+    """Build the error of ranks, by their global numbers, that are about to do different things."""
+    first, purpose = next(iter(purposes.items()))
+    others = [rank for rank, one in purposes.items() if one != purpose]
+    return CommunicationError(
+        f"ranks are not at the same call: rank {first} is about to {purpose}, rank {others[0]} to "
+        f"{purposes[others[0]]}. Every rank must make the same calls in the same order",
+        ranks=tuple(others),
+        collective="all_gather_bytes",
+    )
 
 
 _LONGEST_PLACE = 200

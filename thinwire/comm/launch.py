@@ -18,10 +18,11 @@ import time
 import warnings
 from collections.abc import Mapping
 from functools import cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.comm import threads
 from thinwire.comm.collectives import check_timeout
@@ -160,6 +161,33 @@ def init(backend: Backend | None = None, timeout: float = 300.0, quiet: bool = F
     if communicator.speaks:
         _say_once(_found(launch, communicator, hosts))
     return communicator
+
+
+def communicator_of(group: Any, timeout: float = 300.0) -> Communicator:
+    """Make the communicator of a group, as `Communicator.of`, which says what it takes and raises."""
+    if isinstance(group, dist.ProcessGroup | DeviceMesh):
+        return TorchCommunicator(group, timeout)
+    if type(group).__module__.partition(".")[0] == "mpi4py":
+        from thinwire.comm.mpi_backend import MPICommunicator
+
+        return MPICommunicator(group, timeout)
+    raise TypeError(
+        f"a torch process group, a DeviceMesh of one dimension or a communicator of mpi4py was expected, got {group!r}"
+    )
+
+
+def join(comm: Communicator | None, mesh: DeviceMesh | None, backend: Backend | None = None) -> Communicator:
+    """`comm`, the ranks of a mesh of one dimension, or if neither is given those that `init` finds over `backend`.
+    Collective. Raises ValueError or TypeError for what is no such thing, or more than one."""
+    if mesh is not None:
+        if comm is not None or backend is not None:
+            raise ValueError("give mesh=, comm= or comm_backend_name=, one of them: each says which ranks there are")
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh must be a torch DeviceMesh of one dimension, got {mesh!r}")
+        return communicator_of(mesh)
+    if comm is not None and not isinstance(comm, Communicator):
+        raise TypeError(f"comm must be a Communicator, which Communicator.of() makes of a group, got {comm!r}")
+    return comm if comm is not None else init(backend)
 
 
 def _join(launch: Launch, backend: Backend | None, timeout: float) -> Communicator:

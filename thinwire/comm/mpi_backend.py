@@ -76,6 +76,7 @@ class MPICommunicator(Communicator):
         if parent == MPI.COMM_NULL or parent.Is_inter():
             raise ValueError("MPICommunicator needs an intracommunicator of which this process is a member")
         super().__init__(parent.Get_rank(), parent.Get_size(), "mpi", timeout)
+        self.global_ranks = _ranks_in_world(parent)
         self._comm = parent.Dup()
         self._control = parent.Dup()
         for own in (self._comm, self._control):
@@ -270,6 +271,16 @@ def _half_precision_op(dtype: torch.dtype, op: ReduceOp) -> MPI.Op:
             left.copy_(torch.maximum(left, right) if op == "max" else torch.minimum(left, right))
 
     return MPI.Op.Create(combine, commute=True)
+
+
+def _ranks_in_world(comm: MPI.Intracomm) -> list[int]:
+    """The ranks of ``comm`` as MPI.COMM_WORLD numbers them; its own of processes that MPI has spawned since."""
+    own, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    found = MPI.Group.Translate_ranks(own, list(range(own.size)), world)
+    ranks = [rank if other == MPI.UNDEFINED else other for rank, other in enumerate(found)]
+    own.Free()
+    world.Free()
+    return ranks
 
 
 def _is_cuda_aware() -> bool:

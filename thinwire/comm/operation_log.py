@@ -205,6 +205,7 @@ class LoggedCommunicator(Communicator):
         self.log = log
         self.traffic = inner.traffic
         self.speaks = inner.speaks
+        self.global_ranks = inner.global_ranks
         self._inner = inner
         self._sequence = inner._sequence
         self._failure = inner._failure

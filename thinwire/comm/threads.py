@@ -180,7 +180,9 @@ class _Attendance:
         """Why this meeting can never be held, if so."""
         call = self._meeting.calls[self._rank]
         if self._meeting.mismatch:
-            where = "; ".join(f"rank {rank} calls {other}" for rank, other in self._meeting.calls.items())
+            where = "; ".join(
+                f"rank {self._group.members[rank]} calls {other}" for rank, other in self._meeting.calls.items()
+            )
             return CommunicationError(f"ranks are not at the same call: {where}", collective=call.signature)
         job = self._group.job
         if job.failure is not None:
@@ -192,7 +194,7 @@ class _Attendance:
                 collective=call.signature,
             )
         gone = [
-            rank
+            member
             for rank, member in enumerate(self._group.members)
             if member in job.left and rank not in self._meeting.parts
         ]
@@ -207,7 +209,7 @@ class ThreadCommunicator(Communicator):
 
     def __init__(self, group: _Group, rank: int, timeout: float, backend: str = "threads") -> None:
         super().__init__(rank, len(group.members), backend, timeout)
-        self._group = group
+        self._group, self.global_ranks = group, group.members
 
     def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
         return self._meet(call, output, input, _all_to_all)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from thinwire.comm.collectives import Pending, ReduceOp
@@ -108,7 +109,7 @@ class _Wiring:
 
 
 class TorchCommunicator(Communicator):
-    """A communicator over an initialised torch process group, by default the whole job's.
+    """A communicator over an initialised torch process group or a DeviceMesh of one dimension, by default the job's.
 
     The group keeps its own timeout: give ``init_process_group`` at least ``timeout``. CUDA tensors under
     Gloo travel through pinned host memory; issuing such a collective makes the host wait for the current
@@ -119,12 +120,17 @@ class TorchCommunicator(Communicator):
     _transport_errors = (RuntimeError,)
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, timeout: float = 300.0, *, _wiring: _Wiring | None = None
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        timeout: float = 300.0,
+        *,
+        _wiring: _Wiring | None = None,
     ) -> None:
         wiring = _wiring or _wire(group)
         self._wiring = wiring
         backend = "nccl" if "nccl" in wiring.backend_of.values() else "gloo"
         super().__init__(self._group.rank(), self._group.size(), backend, timeout)
+        self.global_ranks = wiring.global_ranks
         # At exit too: a group that outlives Python's shutdown aborts the process from Gloo's threads.
         self._let_go = weakref.finalize(self, wiring.let_go)
         self._roll = PrefixStore(f"{wiring.path}/roll", wiring.store)
@@ -301,8 +307,24 @@ def _pending(tensor: Tensor, work: dist.Work | None) -> Pending:
     return _StreamPending(work) if tensor.is_cuda else _HostPending(work)
 
 
-def _wire(group: dist.ProcessGroup | None) -> _Wiring:
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks of a mesh that this process is in; raises ValueError for one of several dimensions, or of others."""
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ()
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions{f', {names}' if names else ''}: give the one over which gradients are "
+            f'averaged, as mesh["{names[0] if names else "dp"}"]'
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"this process, rank {dist.get_rank()}, is not in the mesh of ranks {mesh.mesh.tolist()}")
+    group: dist.ProcessGroup = mesh.get_group()
+    return group
+
+
+def _wire(group: dist.ProcessGroup | DeviceMesh | None) -> _Wiring:
     """Look up what torch knows about a group that it has registered."""
+    if isinstance(group, DeviceMesh):
+        group = group_of(group)
     if not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialised: call thinwire.comm.init(), or init_process_group() first"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 # DDP inspects a hook's annotations, so they must be the types themselves and not strings.
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import comm as communication
 from thinwire.comm.agreement import check_same_on_every_rank, on_every_rank
@@ -52,6 +53,7 @@ class CompressionState:
         block_size: elements that share one scale, a multiple of 64.
         start_step: steps whose gradients are averaged exactly before compression begins. DDP lays its buckets anew
             after the first step, which empties the residuals, so at least 1 is a good choice.
+        mesh: in the place of `comm`, a DeviceMesh of one dimension.
 
     `state_dict()` of every rank, saved beside the model, lets a resumed run go on with the residuals.
     """
@@ -62,10 +64,11 @@ class CompressionState:
         codec: CodecName = "sign1",
         block_size: int = DEFAULT_BLOCK_SIZE,
         start_step: int = 1,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         if start_step < 0:
             raise ValueError(f"start_step must be at least 0, got {start_step}")
-        self.comm = (comm if comm is not None else communication.init()).duplicate()
+        self.comm = communication.join(comm, mesh).duplicate()
         self.step = 0
         self._exact_steps = start_step
         self._buckets_are_final = False

@@ -142,7 +142,7 @@ class Exchange:
         self._next_average: Tensor | None = None
         self._leg_1: list[Leg] = []
         self._leg_2: list[Leg] = []
-        self._leg_1_senders: Sequence[int] | None = None
+        self._passes_on_flags = False
         self._headers: list[Headers] = []
         self._expected = Header(codec.identifier, codec.block_size, bucket, step=0)
 
@@ -203,7 +203,8 @@ class Exchange:
             leg.work.wait()
             # Packets are read and let go; on an accelerator their headers are copied once a step, together.
             headers = leg.received[:, :HEADER_BYTES]
-            self._headers.append(Headers(headers.clone() if self._device.type == "cpu" else headers, number))
+            kept = headers.clone() if self._device.type == "cpu" else headers
+            self._headers.append(Headers(kept, number, self._comm.global_ranks))
 
     @property
     def leg_1_is_over(self) -> bool:
@@ -335,7 +336,7 @@ class Exchange:
         """Wait for a part of leg 1, and return what came, uint8 [workers, packet_bytes]."""
         leg = self._leg_1.pop(0)
         leg.work.wait()
-        self._headers.append(Headers(leg.received[:, :HEADER_BYTES].clone(), number, self._leg_1_senders))
+        self._headers.append(Headers(leg.received[:, :HEADER_BYTES].clone(), number, self._comm.global_ranks))
         return leg.received
 
     def _send_average(self, number: int, send: Tensor) -> None:
@@ -346,7 +347,7 @@ class Exchange:
         write_headers(send, self._expected.pack(number), finite, scales)
         if self.numbers is not None:
             number_headers(send, self.numbers)
-        if self._leg_1_senders is not None:
+        if self._passes_on_flags:
             self._pass_on_flags(send)
         work = self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True)
         self._leg_2.append(Leg(send, receive, work))

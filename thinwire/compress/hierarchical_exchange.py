@@ -65,7 +65,7 @@ class HierarchicalExchange(Exchange):
             ),
             part=part,
         )
-        self._leg_1_senders = None if lane is None else [ranks[lane] for ranks in links.groups.members]
+        self._passes_on_flags = lane is not None
         lane_numel = self.shard * nodes
         self.worker_place = slice(0, 0) if lane is None else slice(lane * lane_numel, (lane + 1) * lane_numel)
         self.takes_encoder = False  # what leaves is the node's sum
@@ -81,7 +81,7 @@ class HierarchicalExchange(Exchange):
         write_headers(mine, self._expected.pack(0, flags))
         neighbours = torch.empty(links.inside.size, HEADER_BYTES, dtype=torch.uint8, device=self._device)
         links.inside.all_gather(neighbours, mine)
-        told = Headers(neighbours, 0, links.groups.members[links.node])
+        told = Headers(neighbours, 0, links.inside.global_ranks)
         total = links.add_up(self.payload, self._sum)
         if not self.keeps_payload:
             self._payload = None
@@ -100,7 +100,7 @@ class HierarchicalExchange(Exchange):
     def wait(self) -> None:
         # Then share inside the node what leg 2 brought.
         links = self._links
-        senders = [ranks[lane] for lane in range(links.lanes) for ranks in links.groups.members]
+        senders = [links.global_ranks[ranks[lane]] for lane in range(links.lanes) for ranks in links.groups.members]
         for number in range(len(self.parts)):
             if links.lane is None:
                 mine = self._packets(links.num_nodes, number).zero_()

@@ -193,7 +193,7 @@ class SoleExchange(Exchange):
         """Have `outcome` find what a leg's packet would say."""
         header = torch.empty(1, HEADER_BYTES, dtype=torch.uint8, device=self._device)
         write_headers(header, self._expected.pack(0, flags), finite)
-        self._headers.append(Headers(header, 0))
+        self._headers.append(Headers(header, 0, [self._comm.global_ranks[self._comm.rank]]))
 
 
 def make_exact_exchange(

@@ -164,11 +164,11 @@ def flags_on_device(headers: Tensor, expected: bytes) -> Tensor:
 
 @dataclass(frozen=True)
 class Headers:
-    """What came before the packets of one part's leg, uint8 [packets, 16], and their senders, if not ranks 0, 1, ..."""
+    """What came before the packets of one part's leg, uint8 [packets, 16], and their senders."""
 
     raw: Tensor
     part: int
-    senders: Sequence[int] | None = None
+    senders: Sequence[int]
 
     def check(self, expected: Header) -> Flags:
         """All flags together; waits for the device where the headers are on one.
@@ -186,14 +186,11 @@ class Headers:
         alike = raw == np.frombuffer(packed, dtype=np.uint8)
         alike[:, _FLAG_BYTES] = True
         for row in np.flatnonzero(~alike.all(axis=1)):
-            Header.unpack(raw[row].tobytes()).check(replace(expected, part=self.part), self._sender(row))
+            Header.unpack(raw[row].tobytes()).check(replace(expected, part=self.part), self.senders[int(row)])
         flags = np.ascontiguousarray(raw[:, _FLAG_BYTES]).view("<u2").reshape(-1)
         for row in np.flatnonzero(flags & ~np.uint16(_KNOWN_FLAGS)):
-            raise PacketError(f"rank {self._sender(row)} sent a packet with unknown flags, {int(flags[row]):#06x}")
+            raise PacketError(f"rank {self.senders[int(row)]} sent a packet with unknown flags, {int(flags[row]):#06x}")
         return Flags(int(np.bitwise_or.reduce(flags)))
-
-    def _sender(self, row: np.intp) -> int:
-        return int(row) if self.senders is None else self.senders[int(row)]
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -137,8 +137,8 @@ class FreezeGroup:
             return True
         self.left_out_steps += 1
         warnings.warn(
-            f"local step {self.clock.steps} adds nothing on rank {self._comm.rank}: a gradient was NaN or infinite "
-            "there. The other ranks go on",
+            f"local step {self.clock.steps} adds nothing on rank {self._comm.global_ranks[self._comm.rank]}: a "
+            "gradient was NaN or infinite there. The other ranks go on",
             RuntimeWarning,
             stacklevel=8,
         )
@@ -357,8 +357,9 @@ def check_same_freeze(comm: Communicator, reached: bool, learning_rates: Sequenc
         if answer != answers[0]:
             theirs, first = json.loads(answer), json.loads(answers[0])
             raise ValueError(
-                f"rank {rank} has learning rates {theirs[1]} and {'freezes' if theirs[0] else 'does not freeze'}, "
-                f"rank 0 has {first[1]} and {'freezes' if first[0] else 'does not'}: every rank must use the same "
+                f"rank {comm.global_ranks[rank]} has learning rates {theirs[1]} and "
+                f"{'freezes' if theirs[0] else 'does not freeze'}, rank {comm.global_ranks[0]} has "
+                f"{first[1]} and {'freezes' if first[0] else 'does not'}: every rank must use the same "
                 "learning rates. A scheduler that looks at the loss must look at the average over the ranks"
             )
 

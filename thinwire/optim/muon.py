@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
@@ -271,6 +272,7 @@ class OneBitMuon(ShardedOptimizer):
         adam_lr: float | None = None,
         stage: Literal[0, 1, 2] = 0,
         comm: Communicator | None = None,
+        mesh: DeviceMesh | None = None,
         comm_backend_name: Literal["nccl", "gloo", "mpi"] | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         param_dtype: torch.dtype | None = None,
@@ -283,7 +285,7 @@ class OneBitMuon(ShardedOptimizer):
         resync_interval: int = 100,
         averaging: Averaging = PLAIN_AVERAGING,
     ) -> None:
-        comm = comm or communication.init(backend=comm_backend_name)
+        comm = communication.join(comm, mesh, comm_backend_name)
         named = None if named_parameters is None else list(named_parameters)
         mark_matrices(named or ())
         rates: dict[str, Any] = {"lr": lr, "muon_lr": muon_lr, "adam_lr": adam_lr, "weight_decay": weight_decay}

@@ -209,7 +209,7 @@ class CompressedOptimizer(SynchronizedOptimizer):
                 recipe.check_group(group)
         except (ValueError, TypeError) as raised:
             error = raised
-        self.comm = chosen.comm or communication.init(backend=chosen.comm_backend_name)
+        self.comm = communication.join(chosen.comm, chosen.mesh, chosen.comm_backend_name)
         raise_together(self.comm, error, "build its optimizer")
         check_same_kind(self.comm, name, chosen.stage)
         self.stage = chosen.stage

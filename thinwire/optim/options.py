@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import Nodes
@@ -30,6 +31,7 @@ class HomeKeywords(TypedDict, total=False):
     """The keyword arguments that every optimizer of ours takes beside its algorithm's own; see HomeOptions."""
 
     comm: Communicator | None
+    mesh: DeviceMesh | None
     comm_backend_name: Backend | None
     stage: int
     max_norm: float | None
@@ -54,6 +56,7 @@ class HomeOptions:
 
     Args:
         comm: a Communicator; by default `thinwire.comm.init()` finds out how the process was launched.
+        mesh: in its place, a torch DeviceMesh of one dimension, as `mesh["dp"]`: the ranks to average over.
         comm_backend_name: "nccl", "gloo" or "mpi", where `comm` is not given and the choice must not be automatic.
         stage: 0 keeps all state on every rank. 1 shards master weights, variance and owners' residuals, 2 gradients of
             the warmup too (ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054).
@@ -87,6 +90,7 @@ class HomeOptions:
     """
 
     comm: Communicator | None = None
+    mesh: DeviceMesh | None = None
     comm_backend_name: Backend | None = None
     stage: int = 0
     max_norm: float | None = 0.0
@@ -164,7 +168,7 @@ class HomeOptions:
 
     def compared(self) -> dict[str, Any]:
         """What has to be the same on every rank."""
-        own = ("comm", "comm_backend_name", "named_parameters")
+        own = ("comm", "mesh", "comm_backend_name", "named_parameters")
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in own}
         nodes = self.nodes if isinstance(self.nodes, str) else list(self.nodes)
         return {**values, "max_norm": self.clips_to, "param_dtype": str(self.param_dtype), "nodes": nodes} | {

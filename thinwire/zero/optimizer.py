@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from thinwire import comm as communication
+from thinwire.comm import Communicator, join
 from thinwire.comm.agreement import Nodes, raise_together
 from thinwire.compress.packet_layout import CodecName
 from thinwire.zero import rounded
@@ -162,12 +163,11 @@ class ShardedOptimizer(SynchronizedOptimizer):
             as others, with the "shapes" in the group; one that has `arrange(params, **options)` makes the groups:
             thinwire.optim's Lamb and Muon.
         stage: 0, 1 or 2.
-        comm: a Communicator; by default `thinwire.comm.init()` finds out how the process was launched.
+        comm, mesh: a Communicator, or a DeviceMesh of one dimension; by default `thinwire.comm.init()` finds the job's.
         named_parameters: names, and the order in which forward uses them; by default that of the groups.
         param_dtype: torch.bfloat16 or torch.float16 lays fp32 parameters out in it, keeping fp32 master weights on the
             owner.
-        bucket_bytes: gradients that leave together.
-        block_size: shards are whole blocks of so many elements.
+        bucket_bytes: gradients that leave together; block_size: shards are whole blocks of so many elements.
         max_norm: the averaged gradient's global norm is clipped to it; 0 and None do not clip.
         offload, pin_memory: keep master weights, page-locked, and state in CPU memory, for parameters on a GPU.
         averaging: the dtypes in which gradients add up and travel, division before they are summed, and sums in place
@@ -194,7 +194,8 @@ class ShardedOptimizer(SynchronizedOptimizer):
         optimizer_class: OptimizerClass,
         *,
         stage: int = 1,
-        comm: communication.Communicator | None = None,
+        comm: Communicator | None = None,
+        mesh: DeviceMesh | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         param_dtype: torch.dtype | None = None,
         bucket_bytes: int = LARGEST_BUCKET_BYTES,
@@ -210,8 +211,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
         resync_interval: int = 100,
         **options: Any,
     ) -> None:
-        self.comm = comm if comm is not None else communication.init()
-        self.stage = stage
+        self.comm, self.stage = join(comm, mesh), stage
         self.max_norm = max_norm = 0.0 if max_norm is None else max_norm
         self._saved_name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
         whole = getattr(optimizer_class, "whole_parameters", Sharding.whole_parameters)

@@ -71,7 +71,7 @@ def compare_replicas(
     """
     mine = b"".join(_checksum(one).to_bytes(8, "little") for one in replicas)
     of_rank = comm.all_gather_bytes(mine, "compare the weights")
-    drifted = [rank for rank, other in enumerate(of_rank) if other != of_rank[0]]
+    drifted = [rank for rank, other in zip(comm.global_ranks, of_rank, strict=True) if other != of_rank[0]]
     if drifted:
         _report(comm, drifted, step, on_drift, source)
     return not drifted
@@ -81,8 +81,8 @@ def _report(
     comm: Communicator, ranks: Sequence[int], step: int, on_drift: Literal["repair", "raise"], source: str
 ) -> None:
     message = (
-        f"the weights of ranks {list(ranks)} differ from rank 0's after step {step}: something changed them outside of "
-        "the optimizer, or a rank's hardware computes differently"
+        f"the weights of ranks {list(ranks)} differ from rank {comm.global_ranks[0]}'s after step {step}: something "
+        "changed them outside of the optimizer, or a rank's hardware computes differently"
     )
     if on_drift == "raise":
         raise ReplicaDriftError(message)
@@ -125,8 +125,8 @@ def agree_on_order(
         differing = sorted(set(other) ^ set(orders[0]))
         if differing:
             raise ValueError(
-                f"rank {rank} and rank 0 disagree on whether {describe(differing[0])} requires a gradient: set "
-                "requires_grad alike on every rank"
+                f"rank {comm.global_ranks[rank]} and rank {comm.global_ranks[0]} disagree on whether "
+                f"{describe(differing[0])} requires a gradient: set requires_grad alike on every rank"
             )
     return orders[0]
 
@@ -142,9 +142,9 @@ def agree_on_absent(
         bytes(index in arrived for index in range(count)), "find parameters without gradients"
     )
     for index in range(count):
-        having = [rank for rank, mask in enumerate(of_rank) if mask[index]]
+        having = [rank for rank, mask in zip(comm.global_ranks, of_rank, strict=True) if mask[index]]
         if having and len(having) < comm.size:
-            lacking = sorted(set(range(comm.size)) - set(having))
+            lacking = sorted(set(comm.global_ranks) - set(having))
             raise ValueError(
                 f"{describe(index)} got a gradient on ranks {having} but none on ranks {lacking}: every rank must use "
                 "the same parameters in a step. Nothing was applied"
@@ -156,7 +156,7 @@ def find_overflowing(comm: Communicator, parameters: Sequence[Tensor]) -> tuple[
     """The ranks on which a gradient is not finite. Collective."""
     mine = any(one is not None and not bool(torch.isfinite(one).all()) for one in map(gradient_of, parameters))
     of_rank = comm.all_gather_bytes(bytes([mine]), "find overflows")
-    return tuple(rank for rank, answer in enumerate(of_rank) if answer[0])
+    return tuple(rank for rank, answer in zip(comm.global_ranks, of_rank, strict=True) if answer[0])
 
 
 def agree_to_leave_out(
@@ -183,8 +183,9 @@ def agree_to_leave_out(
         if other != of_rank[0]:
             theirs = set(json.loads(other)["numbers"]) ^ set(json.loads(of_rank[0])["numbers"])
             raise ValueError(
-                f"rank {rank} and rank 0 disagree on leaving out parameter {min(theirs)}: every rank must leave out "
-                "the same. Layers are dropped alike where all ranks have the same seed, step and number of forwards"
+                f"rank {comm.global_ranks[rank]} and rank {comm.global_ranks[0]} disagree on leaving out parameter "
+                f"{min(theirs)}: every rank must leave out the same. Layers are dropped alike where all "
+                "ranks have the same seed, step and number of forwards"
             )
     return frozenset(numbers)
 

@@ -180,7 +180,7 @@ def warn_of_skipped(optimizer: Any, *, alone: bool) -> None:
     """Warn of the step that an optimizer has skipped: on rank 0, or where this rank `alone` has."""
     # With a loss scale overflows are how it is found: nothing to warn of.
     if optimizer.loss_scale == 1.0 and (alone or optimizer.comm.rank == 0):
-        by_this = f"step {optimizer.steps} was skipped by rank {optimizer.comm.rank} alone"
+        by_this = f"step {optimizer.steps} was skipped by rank {optimizer.comm.global_ranks[optimizer.comm.rank]} alone"
         which = by_this if alone else f"step {optimizer.steps + 1} was skipped on every rank"
         text = f"{which}: {optimizer.last_step.reason}. Weights and momentum are as before the step"
         warnings.warn(text, RuntimeWarning, stacklevel=5)

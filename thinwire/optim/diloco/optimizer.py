@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 from torch.utils.data import Sampler
 from typing_extensions import override
@@ -130,6 +132,7 @@ class DiLoCo(SynchronizedOptimizer):
         stage: int = 0,
         max_norm: float | None = 0.0,
         comm: Communicator | None = None,
+        mesh: DeviceMesh | None = None,
         comm_backend_name: Backend | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         param_dtype: torch.dtype | None = None,
@@ -142,7 +145,7 @@ class DiLoCo(SynchronizedOptimizer):
     ) -> None:
         if elastic is not None:
             comm, nodes = own_communicator(elastic, comm, comm_backend_name, nodes, stage), "flat"
-        self.comm = comm or communication.init(backend=comm_backend_name)
+        self.comm = communication.join(comm, mesh, comm_backend_name)
         self.stage, self.comes_and_goes, self.max_norm = stage, elastic is not None, max_norm or 0.0
         overlap, mix = overlap_and_mix(every, overlap, mix)
         plan: dict[str, Any] = {"every": every, "overlap": overlap, "fragments": fragments, "mix": mix, "stage": stage}
@@ -157,8 +160,8 @@ class DiLoCo(SynchronizedOptimizer):
         given = on_every_rank(self.comm, check, "build its optimizer", (ValueError, TypeError))
         named_parameters = None if named_parameters is None else list(named_parameters)
         check_same_kind(self.comm, type(self).__name__, stage)
-        settings = {**plan, **wire, **outer, "nodes": nodes if isinstance(nodes, str) else list(nodes)}
-        settings["tokens"] = tokens is not None
+        by = nodes if isinstance(nodes, str) else list(nodes)
+        settings = {**plan, **wire, **outer, "nodes": by, "tokens": tokens is not None}
         check_same_on_every_rank(self.comm, tensors_in(given), [], settings)
         broadcast_from_rank_0(self.comm, tensors_in(given))
         links = _find_nodes(self.comm, nodes)
@@ -167,9 +170,8 @@ class DiLoCo(SynchronizedOptimizer):
         worker = self._make_worker(given, inner_class, node, named_parameters, param_dtype, options, inside or {})
         self._become(worker)
         names = names_of(worker.optimizer.param_groups, worker.parameters, named_parameters)
-        cut = on_every_rank(
-            self.comm, lambda: cut_trained(worker.parameters, names, fragments), "cut its fragments", (ValueError,)
-        )
+        cuts = partial(cut_trained, worker.parameters, names, fragments)
+        cut = on_every_rank(self.comm, cuts, "cut its fragments", (ValueError,))
         workers = elastic.workers if elastic is not None else self.comm.size if links is None else links.num_nodes
         self.outer = make_outer_optimizer(outer_lr, outer_momentum, mix, workers, cut)
         self._move_in(self._make_home(worker, names, cut, mix, links, elastic, settings, tokens), worker.times_mean)
