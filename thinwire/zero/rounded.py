@@ -21,6 +21,7 @@ from typing_extensions import override
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.exchange import Exchange, bring_headers
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange, make_exchange, make_leg_1, make_leg_2
+from thinwire.compress.kernels.loading import prepare_kernels, wait_for_kernels
 from thinwire.compress.light_exchanges import ExchangeFromOwners, ExchangeToOwners
 from thinwire.zero.bucket_layout import Slot
 from thinwire.zero.gradient_seal import Seal
@@ -243,6 +244,9 @@ def rounded_gradients(
             one.send = WeightDifferences(bucket, make_leg_2(*over, back, bucket=index, device=device)).publish
         else:
             exchange = make_exchange(*over, there, bucket=index, device=device)
+        if there.has_kernels or back.has_kernels:
+            prepare_kernels(device.type, ("encode", "average_and_encode", "decode"))
+            wait_for_kernels(device.type)
         found.append(RoundedGradients(bucket, sharding.stage, sharding.averaging, seal, exchange, loss_scale))
     return found
 

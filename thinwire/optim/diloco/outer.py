@@ -16,6 +16,7 @@ from thinwire.comm.relay import Relay
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Exchange, Leg
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange
+from thinwire.compress.kernels.loading import prepare_kernels, wait_for_kernels
 from thinwire.compress.light_exchanges import LowMemoryExchange
 from thinwire.compress.packet import Flags
 from thinwire.optim.diloco.fragments import Fragment, Guard, OuterSettings, Told
@@ -118,6 +119,7 @@ class Together:
 
     def leave(self, weights: Sequence[WeightPair], step: int, settings: int, *, meet: bool = False) -> None:
         """Leg 1: send w° - w of `weights`, which lie end to end in the fragment. Collective."""
+        wait_for_kernels(self._momentum.device.type)
         payload = self._exchange.payload
         payload[self._numel :].zero_()
         for place, pair in _end_to_end(weights):
@@ -325,6 +327,8 @@ def make_outer_step(
     workers = comm.size if links is None else links.num_nodes
     if workers == 1:
         return Alone(fragment.numel, device, guard)
+    if codec.has_kernels:
+        prepare_kernels(device.type, ("encode", "encode_rounded", "decode"))
     given: dict[str, Any] = {"bucket": index, "device": device}
     if links is not None:
         by_node = HierarchicalExchange(links, fragment.numel, codec, **given)
