@@ -22,7 +22,7 @@ from experiments.benchmarks.attention_gpu_case import FLASH, FLEX, OURS, Case, R
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
 from experiments.common.errors import InputError, refuse
-from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.common.results import OUTPUT, check_writable, write_json
 
 __all__ = ["main", "run_case", "summarise"]
 
@@ -129,7 +129,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=positive, default=450, metavar="N", help="no case goes on for longer than this from the start"
     )
-    output = RESULTS / "gpu" / "attention.json"
+    output = OUTPUT / "gpu" / "attention.json"
     parser.add_argument("--output", type=Path, default=output, metavar="FILE.json", help="for the measurements")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():

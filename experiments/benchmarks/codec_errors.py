@@ -13,7 +13,7 @@ from torch import Tensor
 
 from experiments.common.command_line import Parser, positive
 from experiments.common.errors import InputError, refuse
-from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.common.results import OUTPUT, check_writable, write_json
 from experiments.tasks.corpus import load
 from experiments.tasks.next_character import CharacterModelSize, NextCharacterTask, encode
 from thinwire.compress.kernels.calls import Encode
@@ -106,7 +106,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("experiments.benchmarks.codec_errors", "Measures what codecs lose, against the bits they take.")
     parser.add_argument("--steps", type=positive, default=300, help="that the model is trained before it is looked at")
-    parser.add_argument("--output", type=Path, default=RESULTS / "codec_errors.json", help="the JSON file")
+    parser.add_argument("--output", type=Path, default=OUTPUT / "codec_errors.json", help="the JSON file")
     return parser.parse_args(arguments)
 
 

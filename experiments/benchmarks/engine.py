@@ -22,7 +22,7 @@ from experiments.common import machine
 from experiments.common.command_line import Parser, positive
 from experiments.common.errors import InputError, refuse
 from experiments.common.launching import refuse_launchers
-from experiments.common.results import RESULTS, check_writable, read_json, write_json
+from experiments.common.results import OUTPUT, check_writable, read_json, write_json
 from experiments.tasks.sizes import SIZES
 
 __all__ = ["StepTime", "main", "summarise"]
@@ -119,14 +119,16 @@ def _print_tables(summary: Mapping[str, StepTime], memory: Mapping[str, Any]) ->
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
-        "experiments.benchmarks.engine", "Measures the engine's steps beside torch's, and its memory by ZeRO stage."
+        "experiments.benchmarks.engine",
+        "Measures the engine's steps beside torch's, and its memory by ZeRO stage.",
+        "minutes",
     )
     parser.add_argument("--model", choices=tuple(SIZES), default="small", help="which BERT")
     parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="sequences a rank")
     parser.add_argument("--rounds", type=positive, default=12, metavar="N", help="turns of every system")
     parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="for step times")
     parser.add_argument("--memory-ranks", type=positive, default=4, metavar="N", help="for memory")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the picture and the JSON")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the picture and the JSON")
     options = parser.parse_args(arguments)
     refuse_launchers()
     check_writable(options.output, "--output")

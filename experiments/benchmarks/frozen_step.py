@@ -20,7 +20,7 @@ import thinwire
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
 from experiments.common.errors import InputError, refuse
-from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.common.results import OUTPUT, check_writable, write_json
 from thinwire.comm import Communicator
 from thinwire.comm.threads import run
 
@@ -129,12 +129,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         "experiments.benchmarks.frozen_step",
         "Measures the processor time that a step of 1-bit Adam adds to a backward.",
+        "half a minute",
     )
     parser.add_argument("--layers", type=positive, default=25, metavar="N", help="of 4 tensors, 200 000 elements each")
     parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2], metavar="N", help="threads that are ranks")
     parser.add_argument("--rounds", type=positive, default=30, metavar="N", help="turns of every system")
     parser.add_argument(
-        "--output", type=Path, default=RESULTS / "frozen_step.json", metavar="FILE.json", help="for the measurements"
+        "--output", type=Path, default=OUTPUT / "frozen_step.json", metavar="FILE.json", help="for the measurements"
     )
     return parser.parse_args(arguments)
 

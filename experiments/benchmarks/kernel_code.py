@@ -16,7 +16,7 @@ from typing import NamedTuple
 from experiments.benchmarks.machine_code import Compiler, disassemble, resources
 from experiments.common.command_line import Parser
 from experiments.common.errors import InputError, refuse
-from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.common.results import OUTPUT, check_writable, write_json
 from thinwire.compress.kernels.cuda.launch import block_threads, compile_options, source_text
 from thinwire.compress.packet_layout import CODE_BITS
 
@@ -32,7 +32,7 @@ _THREADS = {
     "headers": 128,
 }  # of sources that know no blocks
 _SOURCES: dict[str, int | None] = dict.fromkeys(_BY_BLOCK) | _THREADS
-_OUTPUT = RESULTS / "kernel_code.json"
+_OUTPUT = OUTPUT / "kernel_code.json"
 
 
 class Counted(NamedTuple):
@@ -174,7 +174,7 @@ def _instruction_table(rows: Sequence[Row]) -> list[str]:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("experiments.benchmarks.kernel_code", "Compiles the CUDA kernels and counts what they take.")
-    parser.add_argument("--output", type=Path, default=_OUTPUT, metavar="FILE.json", help="else in experiments/results")
+    parser.add_argument("--output", type=Path, default=_OUTPUT, metavar="FILE.json", help="else in runs/results")
     options = parser.parse_args(arguments)
     check_writable(options.output.parent, "--output")
     return options

@@ -23,13 +23,13 @@ from experiments.benchmarks.kernel_contenders import BLOCK_SIZE, Kind, Peer, con
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
 from experiments.common.errors import InputError, refuse
-from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.common.results import OUTPUT, check_writable, write_json
 from thinwire.compress.kernels.loading import compiled_backend
 
 __all__ = ["main"]
 
 _ELEMENTS = {"cpu": 64 << 20, "cuda": 256 << 20}
-_OUTPUT = {"cpu": RESULTS / "bench_kernels.json", "cuda": RESULTS / "gpu" / "kernels.json"}
+_OUTPUT = {"cpu": OUTPUT / "bench_kernels.json", "cuda": OUTPUT / "gpu" / "kernels.json"}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _WARMUP = 2
 
@@ -168,12 +168,14 @@ def _elements(text: str) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
-        "experiments.benchmarks.kernels", "Measures the kernels against copies of memory and against eager torch."
+        "experiments.benchmarks.kernels",
+        "Measures the kernels against copies of memory and against eager torch.",
+        "two minutes",
     )
     parser.add_argument("--device", choices=tuple(_ELEMENTS), default="cpu", help="where")
     parser.add_argument("--elements", type=_elements, metavar="N", help="such as 16M; else 64M on cpu, 256M on cuda")
     parser.add_argument("--repetitions", type=positive, default=15, metavar="N", help="of every peer")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="else in experiments/results")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="else in runs/results")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda needs an NVIDIA GPU and a CUDA build of torch; none was found")

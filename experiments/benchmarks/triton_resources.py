@@ -15,7 +15,7 @@ import triton
 from experiments.benchmarks.triton_compiling import compiling_for, resources
 from experiments.common.command_line import Parser
 from experiments.common.errors import InputError, refuse
-from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.common.results import OUTPUT, check_writable, write_json
 from thinwire.sparse_attn.block_index import Pattern
 from thinwire.sparse_attn.kernels.triton import launch, packed
 from thinwire.sparse_attn.layouts.named import Custom
@@ -117,7 +117,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--capabilities", type=int, nargs="+", default=(80, 90, 100), metavar="N", help="80 for sm_80")
     parser.add_argument("--widths", type=int, nargs="+", default=(64, 128), metavar="N", help="of a head")
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=("BERT", "all"), help="what is done to scores")
-    output = RESULTS / "triton_resources.json"
+    output = OUTPUT / "triton_resources.json"
     parser.add_argument("--output", type=Path, default=output, metavar="FILE.json", help="for the measurements")
     options = parser.parse_args(arguments)
     check_writable(options.output.parent, "--output")

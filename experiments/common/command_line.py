@@ -13,8 +13,9 @@ __all__ = ["Parser", "fraction", "freeze_step", "positive", "rate", "seed"]
 class Parser(argparse.ArgumentParser):
     """Raises `InputError` instead of leaving the program, so that one rank speaks for all."""
 
-    def __init__(self, module: str, description: str) -> None:
-        """A parser for `python -m module`, whose help shows the defaults there are."""
+    def __init__(self, module: str, description: str, takes: str | None = None) -> None:
+        """A parser for `python -m module`, whose help shows the defaults there are and how long it `takes`."""
+        description += f" Takes {takes}." if takes else ""
         super().__init__(prog=f"python -m {module}", description=description, formatter_class=_Help, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:

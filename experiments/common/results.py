@@ -11,10 +11,13 @@ from typing import Any
 
 from experiments.common.errors import InputError
 
-__all__ = ["RESULTS", "check_writable", "read_json", "write_json"]
+__all__ = ["OUTPUT", "RESULTS", "check_writable", "read_json", "write_json"]
 
 RESULTS = Path(__file__).parents[1] / "results"
 """Where the committed numbers and pictures live."""
+
+OUTPUT = Path(__file__).parents[2] / "runs" / "results"
+"""Where experiments write unless `--output` says another folder, so that what is committed stays as it was measured."""
 
 
 def check_writable(folder: Path, option: str) -> None:

@@ -16,7 +16,7 @@ from experiments.common import machine
 from experiments.common.command_line import Parser, positive
 from experiments.common.errors import on_every_rank
 from experiments.common.launching import launch
-from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.common.results import OUTPUT, check_writable, write_json
 from experiments.convergence.plots import draw
 from experiments.convergence.subjects import SUBJECTS, Subject
 from experiments.tasks.corpus import load
@@ -158,7 +158,9 @@ def _write(output: Path, name: str, content: dict[str, Any], comm: Communicator)
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Reads and checks the command line; raises `InputError` for what cannot be used."""
     parser = Parser(
-        "experiments.convergence", "Trains 1-bit optimizers and their exact parents over several seeds, and draws them."
+        "experiments.convergence",
+        "Trains 1-bit optimizers and their exact parents over several seeds, and draws them.",
+        "about an hour on 2 cores",
     )
     parser.add_argument("--task", nargs="+", choices=tuple(SUBJECTS), default=tuple(SUBJECTS), help="what to learn")
     parser.add_argument(
@@ -173,7 +175,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, metavar="N", help="of every task; else each task's own")
     parser.add_argument("--ranks", type=positive, metavar="N", help=f"else the launcher's, or {_DEFAULT_RANKS}")
     parser.add_argument("--tune", action="store_true", help="only try learning rates, with the exact ones")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the picture and the JSON")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the picture and the JSON")
     options = parser.parse_args(arguments)
     if options.corpus:
         load(options.corpus)

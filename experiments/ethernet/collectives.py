@@ -14,7 +14,7 @@ from typing import Any
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
-from experiments.common.results import RESULTS
+from experiments.common.results import OUTPUT
 from experiments.ethernet.cluster.clusters import EmulatedCluster
 from experiments.ethernet.cluster.commands import missing
 from experiments.ethernet.jobs import job, links
@@ -60,7 +60,7 @@ def _print(content: dict[str, Any]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("experiments.ethernet.collectives", "Times collectives beside the line.")
+    parser = Parser("experiments.ethernet.collectives", "Times collectives beside the line.", "two minutes")
     parser.add_argument("--backends", nargs="+", choices=_BACKENDS, default=list(_BACKENDS), help="which")
     parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=["all_to_all", "all_gather"])
     parser.add_argument("--kilobytes", nargs="+", type=positive, default=[1000], metavar="N", help="to one peer")
@@ -72,7 +72,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=positive, default=9, metavar="N", help="of which the median counts")
     parser.add_argument("--hosts", type=positive, default=4, metavar="N", help="of one rank each")
     parser.add_argument("--limit", type=positive, default=900, metavar="N", help="seconds after which a job is ended")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the JSON")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the JSON")
     options = parser.parse_args(arguments)
     check_hosts(options.hosts)
     return ready(options)

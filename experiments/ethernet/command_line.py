@@ -9,7 +9,7 @@ from pathlib import Path
 from experiments.common.command_line import Parser, fraction, freeze_step, positive, rate
 from experiments.common.errors import InputError
 from experiments.common.launching import refuse_launchers
-from experiments.common.results import RESULTS, check_writable
+from experiments.common.results import OUTPUT, check_writable
 from experiments.ethernet.race.contenders import BASELINE, CONTENDERS, FAIR_BASELINE
 from experiments.tasks.sizes import SIZES
 
@@ -20,7 +20,9 @@ _RATES = (50, 100, 200, 500, 1000, 2000, 5000, 10000)
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Reads and checks the command line; raises `InputError` for what cannot be used."""
-    parser = Parser("experiments.ethernet", "Races DDP, PowerSGD and thinwire over links of different rates.")
+    parser = Parser(
+        "experiments.ethernet", "Races DDP, PowerSGD and thinwire over links of different rates.", "about half an hour"
+    )
     parser.add_argument("--hosts", type=positive, default=4, metavar="N", help="network namespaces to make")
     parser.add_argument("--ranks-a-host", type=positive, default=1, metavar="N", help="processes on each")
     parser.add_argument("--model", choices=tuple(SIZES), default="mini", help="which BERT")
@@ -56,7 +58,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--timed-steps", type=positive, default=240, metavar="N", help="of each contender, by --retime")
     parser.add_argument("--limit", type=positive, default=3600, metavar="N", help="seconds after which a job is ended")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the pictures and the JSON")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the pictures and the JSON")
     options = parser.parse_args(arguments)
     _check_retiming(options)
     shared_hosts = options.ranks_a_host > 1

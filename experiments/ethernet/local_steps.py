@@ -16,7 +16,7 @@ from typing import Any, get_args
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive, rate
 from experiments.common.errors import InputError
-from experiments.common.results import RESULTS
+from experiments.common.results import OUTPUT
 from experiments.ethernet.cluster.clusters import EmulatedCluster
 from experiments.ethernet.cluster.commands import missing
 from experiments.ethernet.jobs import job, links
@@ -68,7 +68,9 @@ def _print(content: dict[str, Any]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("experiments.ethernet.local_steps", "Times DiLoCo's steps beside steps that send nothing.")
+    parser = Parser(
+        "experiments.ethernet.local_steps", "Times DiLoCo's steps beside steps that send nothing.", "about 8 minutes"
+    )
     parser.add_argument("--model", choices=tuple(SIZES), default="mini", help="which BERT")
     parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="sequences a rank")
     parser.add_argument("--every", type=positive, default=30, metavar="N", help="steps between outer steps")
@@ -88,7 +90,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=12, metavar="N", help="turns of each, at each rate")
     parser.add_argument("--hosts", type=positive, default=2, metavar="N", help="of one rank each")
     parser.add_argument("--limit", type=positive, default=1800, metavar="N", help="seconds after which a job is ended")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the JSON")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the JSON")
     options = parser.parse_args(arguments)
     check_hosts(options.hosts)
     if max(options.overlaps) >= options.every // options.fragments:

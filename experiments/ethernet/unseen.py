@@ -18,7 +18,7 @@ from typing import Any
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
 from experiments.common.errors import InputError
-from experiments.common.results import RESULTS
+from experiments.common.results import OUTPUT
 from experiments.ethernet.cluster.clusters import EmulatedCluster
 from experiments.ethernet.cluster.commands import ClusterError, missing
 from experiments.ethernet.jobs import job, links
@@ -113,7 +113,11 @@ def _print(content: dict[str, Any]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("experiments.ethernet.unseen", "Holds thinwire plan against steps at settings it has not seen.")
+    parser = Parser(
+        "experiments.ethernet.unseen",
+        "Holds thinwire plan against steps at settings it has not seen.",
+        "about 15 minutes",
+    )
     parser.add_argument("--models", nargs="+", choices=tuple(SIZES), default=["tiny", "small"], help="which BERTs")
     parser.add_argument("--hosts", nargs="+", type=positive, default=[2, 4], metavar="N", help="of one rank each")
     parser.add_argument("--rates", nargs="+", type=positive, default=[50, 500, 1000], metavar="N", help="Mb/s")
@@ -123,7 +127,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--probe-rate", type=positive, default=200, metavar="N", help="Mb/s, none of --rates")
     parser.add_argument("--probe-seconds", type=positive, default=30, metavar="N", help="of thinwire probe")
     parser.add_argument("--limit", type=positive, default=1800, metavar="N", help="seconds after which a job is ended")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the JSON")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the JSON")
     options = parser.parse_args(arguments)
     if options.probe_rate in options.rates:
         raise InputError(f"--probe-rate {options.probe_rate} is one of --rates: the plan would have seen it")

@@ -19,7 +19,7 @@ import torch
 from experiments.common.command_line import Parser, positive
 from experiments.common.errors import InputError, refuse
 from experiments.common.launching import INTERRUPTED, refuse_launchers
-from experiments.common.results import RESULTS, check_writable
+from experiments.common.results import OUTPUT, check_writable
 from experiments.frontier.contenders import CONTENDERS
 from experiments.frontier.findings import summary
 from experiments.frontier.learning import learn
@@ -128,7 +128,11 @@ def _settings(subject: Subject, windows: int, options: argparse.Namespace) -> di
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Reads and checks the command line; raises `InputError` for what cannot be used."""
-    parser = Parser("experiments.frontier", "Trains every optimizer at its best rate: loss by bytes and by seconds.")
+    parser = Parser(
+        "experiments.frontier",
+        "Trains every optimizer at its best rate: loss by bytes and by seconds.",
+        "hours on one core, and goes on where it was stopped",
+    )
     parser.add_argument("--task", nargs="+", choices=tuple(SUBJECTS), default=tuple(SUBJECTS), help="what to learn")
     parser.add_argument("--study", choices=tuple(STUDIES), help="ask this instead, and run nothing else")
     parser.add_argument("--contenders", nargs="+", choices=tuple(CONTENDERS), help="to train now; else all of a task's")
@@ -136,9 +140,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="runs of each at its best rate")
     parser.add_argument("--corpus", nargs="+", type=Path, metavar="FILE", help="UTF-8 text; else the standard library")
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK_STEPS} steps, one seed: whether all of it runs")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the pictures and the JSON")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the pictures and the JSON")
     options = parser.parse_args(arguments)
-    if options.quick and options.output == RESULTS:
+    if options.quick and options.output == OUTPUT:
         raise InputError("--quick is no measurement: give another folder with --output")
     for name in options.contenders or ():
         if not any(name in SUBJECTS[task].contenders for task in options.task):

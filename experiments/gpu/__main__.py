@@ -12,7 +12,7 @@ import torch
 from experiments.common import machine
 from experiments.common.command_line import Parser
 from experiments.common.errors import InputError, refuse
-from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.common.results import OUTPUT, check_writable, write_json
 from experiments.gpu.stages import STAGES, chosen, run
 
 __all__ = ["main"]
@@ -42,7 +42,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     names = [stage.name for stage in STAGES]
     parser = Parser("experiments.gpu", "Runs the GPU's tests and benchmarks in stages of under eight minutes.")
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"else all: {', '.join(names)}")
-    parser.add_argument("--output", type=Path, default=RESULTS / "gpu", metavar="DIR", help="for JSON and logs")
+    parser.add_argument("--output", type=Path, default=OUTPUT / "gpu", metavar="DIR", help="for JSON and logs")
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.stages) - set(names))
     if unknown:

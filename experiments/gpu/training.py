@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
 from experiments.common.errors import InputError, refuse
-from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.common.results import OUTPUT, check_writable, write_json
 from experiments.gpu.profiles import read_profile
 from experiments.tasks.sizes import SIZES, BertSize
 from thinwire import OneBitAdam
@@ -215,7 +215,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=positive, default=32, metavar="N", help="sequences of 128 tokens a GPU")
     parser.add_argument("--steps", type=positive, default=30, metavar="N", help="timed, of each system")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: alone, to try it out")
-    output = RESULTS / "gpu" / "train_bert.json"
+    output = OUTPUT / "gpu" / "train_bert.json"
     parser.add_argument("--output", type=Path, default=output, metavar="FILE.json", help="where to write")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.common import machine
 from experiments.common.command_line import Parser, fraction, positive, rate
 from experiments.common.errors import InputError, refuse
-from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.common.results import OUTPUT, check_writable, write_json
 from experiments.tasks.corpus import corpus_name, load
 from experiments.tasks.sizes import SIZES, BertSize
 from experiments.tasks.tokens import Tokens, share_tokens, unigram_entropy
@@ -150,7 +150,11 @@ def _print_tables(found: Finding, savings: dict[str, Saving], entropy: float) ->
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("experiments.layer_drop", "Trains BERT with and without progressive layer drop, and draws both.")
+    parser = Parser(
+        "experiments.layer_drop",
+        "Trains BERT with and without progressive layer drop, and draws both.",
+        "about 40 minutes on 2 cores",
+    )
     data = parser.add_argument_group("data and model")
     data.add_argument("--corpus", nargs="+", type=Path, metavar="FILE", help="UTF-8 text; else the standard library")
     data.add_argument("--model", choices=tuple(SIZES), default="mini", help="which BERT")
@@ -172,7 +176,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     timing.add_argument("--timed-length", type=positive, default=128, metavar="N", help="tokens a sequence")
     timing.add_argument("--rounds", type=positive, default=80, metavar="N", help="steps of each kind")
     timing.add_argument("--keep-rate-steps", type=positive, default=10_000, metavar="N", help="to count kept layers in")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the picture and the JSON")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the picture and the JSON")
     options = parser.parse_args(arguments)
     if options.sequence_length < _SHORTEST_SEQUENCE:
         raise InputError(f"--sequence-length {options.sequence_length} must be at least {_SHORTEST_SEQUENCE}")

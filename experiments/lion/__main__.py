@@ -16,7 +16,7 @@ from experiments.common import machine
 from experiments.common.command_line import Parser, positive
 from experiments.common.errors import on_every_rank
 from experiments.common.launching import launch
-from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.common.results import OUTPUT, check_writable, write_json
 from experiments.lion.findings import BASELINE, Finding, find, sentences
 from experiments.lion.plots import draw
 from experiments.tasks.corpus import corpus_name, load
@@ -171,7 +171,11 @@ def _print_table(found: Mapping[str, Finding]) -> None:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Reads and checks the command line; raises `InputError` for what cannot be used."""
-    parser = Parser("experiments.lion", "Trains Lion, 1-bit Lion and AdamW, each at its best rate, and draws them.")
+    parser = Parser(
+        "experiments.lion",
+        "Trains Lion, 1-bit Lion and AdamW, each at its best rate, and draws them.",
+        "about 10 minutes on 2 cores",
+    )
     parser.add_argument("--corpus", nargs="+", type=Path, metavar="FILE", help="UTF-8 text; else the standard library")
     parser.add_argument(
         "--methods",
@@ -184,7 +188,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=800, metavar="N", help="of every run")
     parser.add_argument("--validation-windows", type=positive, default=512, metavar="N", help="held out")
     parser.add_argument("--ranks", type=positive, metavar="N", help=f"else the launcher's, or {_DEFAULT_RANKS}")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the picture and the JSON")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the picture and the JSON")
     options = parser.parse_args(arguments)
     options.methods = methods_beside(BASELINE, options.methods)
     if options.corpus:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.common import machine
 from experiments.common.command_line import Parser, fraction, positive, rate, seed
 from experiments.common.errors import InputError, refuse
-from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.common.results import OUTPUT, check_writable, write_json
 from experiments.long_documents.plots import draw
 from experiments.tasks.corpus import corpus_name, load
 from experiments.tasks.sizes import SIZES
@@ -151,6 +151,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         "experiments.long_documents",
         "Pretrains BERT on long documents with sparse attention, with dense attention and truncated, and draws all.",
+        "about an hour on 2 cores",
     )
     data = parser.add_argument_group("data and model")
     data.add_argument("--corpus", nargs="+", type=Path, metavar="FILE", help="UTF-8 text; else the standard library")
@@ -171,7 +172,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     training.add_argument("--warmup-steps", type=positive, default=100, metavar="N", help="of the learning rate")
     training.add_argument("--weight-decay", type=fraction, default=0.01, metavar="RATE", help="of matrices")
     training.add_argument("--seed", type=seed, default=0, metavar="N", help="of weights, order and masks")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the picture and the JSON")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the picture and the JSON")
     options = parser.parse_args(arguments)
     if options.document_length < _FEWEST_BLOCKS * _BLOCK:
         raise InputError(f"--document-length {options.document_length} must be at least {_FEWEST_BLOCKS * _BLOCK}")

@@ -19,7 +19,7 @@ from experiments.common import machine
 from experiments.common.command_line import Parser, positive, rate
 from experiments.common.errors import InputError, refuse
 from experiments.common.peak_memory import check_supported
-from experiments.common.results import RESULTS, check_writable, write_json
+from experiments.common.results import OUTPUT, check_writable, write_json
 from experiments.long_sequences import bert_memory
 from experiments.long_sequences.bert_memory import ATTENTIONS, Growth
 from experiments.long_sequences.findings import findings, longest_sequences, summarise, timings
@@ -185,7 +185,9 @@ def _memory_cell(by_mode: Mapping[str, int] | None, of_inputs: int) -> str:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
-        "experiments.long_sequences", "Times attention and measures its memory, dense and block-sparse, by length."
+        "experiments.long_sequences",
+        "Times attention and measures its memory, dense and block-sparse, by length.",
+        "about 20 minutes on 2 cores",
     )
     timing = parser.add_argument_group("attention")
     timing.add_argument("--lengths", nargs="+", type=positive, default=_LENGTHS, metavar="N", help="tokens, to time")
@@ -205,7 +207,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--bert-length", type=positive, default=4096, metavar="N", help="longest measured dense; 4 times that sparse"
     )
     longest.add_argument("--gigabytes", nargs="+", type=rate, default=(24, 40, 80), metavar="GB", help="of memory")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="for the picture and the JSON")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the picture and the JSON")
     options = parser.parse_args(arguments)
     for name in ("lengths", "memory_lengths"):
         lengths = sorted(set(getattr(options, name)))

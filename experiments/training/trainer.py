@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from experiments.training.learners import Learner
 from experiments.training.plans import Plan
 from thinwire.comm import Communicator
+from thinwire.simd import compiling
 
 __all__ = ["Curve", "Outcome", "StepReport", "Task", "Trainer"]
 
@@ -108,6 +109,7 @@ class Trainer:
         self.step_bytes = 0
         self.seconds = 0.0
         self.curve = Curve()
+        compiling.wait()  # once on a machine, and of no optimizer's speed
 
     @property
     def finished(self) -> bool:

@@ -6,15 +6,15 @@ import sys
 import time
 import warnings
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
 from experiments.common import machine
+from experiments.common.results import OUTPUT
 from tests.chaos import HARNESSES, run
 from tests.chaos.harness import Outcome
 
-RESULTS = Path(__file__).parents[2] / "experiments" / "results" / "chaos.json"
+RESULTS = OUTPUT / "chaos.json"
 
 
 def main() -> int:
@@ -36,6 +36,7 @@ def main() -> int:
             print(f"  {example}", flush=True)
         bad += outcome.bad
         results[name] = {**asdict(outcome), "seed": arguments.seed, "seconds": seconds, "machine": machine.describe()}
+        OUTPUT.mkdir(parents=True, exist_ok=True)
         RESULTS.write_text(json.dumps({"harnesses": results}, indent=1) + "\n")
     return int(bad > 0)
 
