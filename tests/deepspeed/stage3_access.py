@@ -364,6 +364,7 @@ def leaf_modules_average_what_ranks_use_apart(comm: Communicator) -> None:
         initialize(model=m, comm=comm, config=one)[0] for m, one in ((sharded, config), (expected, settings(0)))
     )
     assert utils.get_z3_leaf_modules(sharded) == [sharded[1]]
+    assert engine.optimizer.leaf_parameters == {sharded[1]: list(sharded[1].parameters())}
     wrapped = [name for name, one in engine.module.named_modules() if isinstance(one, FSDPModule)]
     assert wrapped == ["", "1"]
     for step in range(2):

@@ -100,7 +100,7 @@ NOT_OFFERED = {
     "runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live": "thinwire plan",
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "ShardedOptimizer",
     "utils.groups.initialize": "no expert parallelism",
-    "utils.timer.ThroughputTimer": "wall_clock_breakdown",
+    "utils.timer.SynchronizedWallClockTimer": "wall_clock_breakdown",
     "zero.TiledLinear": "offload_param",
 }
 

@@ -289,3 +289,20 @@ def test_evaluation_reads_like_the_model() -> None:
     assert engine(batch(0, 0)[0]).shape == (MICRO, FEATURES)
     engine.empty_partition_cache()
     assert not isinstance(engine, nn.Module)
+
+
+def test_a_timer_counts_what_a_script_starts_and_stops() -> None:
+    """Steps of two micro-batches, the first two of which are not timed."""
+    timer = make_engine(None, settings(0)).tput_timer
+    timer.stop()
+    assert (timer.initialized, timer.avg_samples_per_sec()) == (False, -1)
+    elapsed = []
+    for micro_batch in range(6):
+        timer.start()
+        timer.stop(global_step=micro_batch % 2 == 1)
+        elapsed.append(timer.total_elapsed_time)
+    assert (timer.micro_step_count, timer.global_step_count, timer.step_elapsed_time) == (6, 3, 0)
+    assert elapsed[3] == 0 < elapsed[4] < elapsed[5]
+    assert timer.avg_samples_per_sec() == timer.batch_size / elapsed[5]
+    timer.update_epoch_count()
+    assert (timer.epoch_count, timer.micro_step_count) == (1, 0)

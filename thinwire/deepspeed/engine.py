@@ -14,8 +14,9 @@ import torch
 from thinwire.comm import detect
 from thinwire.deepspeed.errors import DeepSpeedUsageError, NotOfferedError
 from thinwire.deepspeed.getters import LossScaleConfig, why_foreign, with_getters
+from thinwire.deepspeed.monitors import ThroughputTimer
 from thinwire.deepspeed.parameters.gathering import GatheredParameters
-from thinwire.deepspeed.parameters.sharded import PREPARED
+from thinwire.deepspeed.parameters.sharded import PREPARED, get_z3_leaf_modules
 from thinwire.deepspeed.ranks import note_logged
 from thinwire.deepspeed.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from thinwire.deepspeed.utilities import logger
@@ -41,6 +42,10 @@ class TrainingEngine(Engine):
         note_logged(self.comm)
         if self.optimizer is not None:
             LossScaleConfig(job.loss_scale).show_on(self.optimizer)
+            if self.settings.zero_optimization.stage == 3:
+                leaves = {one: list(one.parameters()) for one in get_z3_leaf_modules(self._module)}
+                vars(self.optimizer)["leaf_parameters"] = leaves
+        self.tput_timer = ThroughputTimer(batch_size=self.settings.train_batch_size)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -1,8 +1,9 @@
 """Monitors as DeepSpeed's scripts make them, each of its section of a configuration alone, their defaults, and its
-profiler's arguments."""
+profiler's arguments; and the timer of an engine that scripts start and stop."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -20,6 +21,47 @@ class DeepSpeedFlopsProfiler(FlopsProfiler):
 
     def __init__(self, model: nn.Module, ds_engine: object = None, recompute_fwd_factor: float = 0.0) -> None:
         super().__init__(model, recompute_fwd_factor)
+
+
+class ThroughputTimer:
+    """A timer of steps, which scripts start before each micro-batch and stop after it: the engine itself does not.
+
+    The first `start_step` steps are counted and not timed. `batch_size`: samples of a step, over all ranks.
+    """
+
+    def __init__(self, config: Any = None, batch_size: int | None = None, start_step: int = 2) -> None:
+        self.batch_size, self.start_step = batch_size or 1, start_step
+        self.initialized = self.started = False
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self.start_time = self.end_time = self.total_elapsed_time = self.step_elapsed_time = 0.0
+
+    def update_epoch_count(self) -> None:
+        """Begin another epoch: micro-batches are counted from 0 again."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """Begin a micro-batch."""
+        self.initialized = self.started = True
+        if self.global_step_count >= self.start_step:
+            self.start_time = time.perf_counter()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """End a micro-batch, the last of its step if `global_step`; nothing where none has begun."""
+        if not self.started:
+            return
+        self.started = False
+        self.micro_step_count += 1
+        self.global_step_count += global_step
+        if self.start_time:
+            self.end_time = time.perf_counter()
+            self.total_elapsed_time += self.end_time - self.start_time
+            self.step_elapsed_time = 0.0 if global_step else self.step_elapsed_time + self.end_time - self.start_time
+
+    def avg_samples_per_sec(self) -> float:
+        """Samples a second of the steps that were timed, over all ranks; -1 while there is none."""
+        timed = self.global_step_count - self.start_step
+        return timed * self.batch_size / self.total_elapsed_time if timed > 0 and self.total_elapsed_time else -1.0
 
 
 class _SectionMonitor(Monitor):

@@ -236,7 +236,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "utils.logging": {".utilities": "log_dist log_dist_once logger print_dist set_log_level_from_string"},
     "utils.nvtx": {".utilities": "instrument_w_nvtx"},
     "utils.tensor_fragment": {".parameters.fragments": ALL},
-    "utils.timer": {_NO_TIMERS: "SynchronizedWallClockTimer ThroughputTimer"},
+    "utils.timer": {".monitors": "ThroughputTimer", _NO_TIMERS: "SynchronizedWallClockTimer"},
     "utils.torch": {".utilities": "required_torch_version"},
     "utils.z3_leaf_module": {".parameters.sharded": _LEAVES},
     "utils.zero_to_fp32": {
