@@ -33,13 +33,16 @@ def compiled(name: str, made_of: Iterable[bytes], compile_to: Callable[[Path], N
 def compile_kernels_once() -> None:
     """From now on, processes that need a kernel at the same time compile it in one of them; the others wait for it.
 
-    Only of what numba keeps on disk, none of which calls another of its kind: two locks are never held at once.
+    Only of what numba keeps on disk, none of which calls another of its kind: two locks are never held at once. A fork
+    of a process that has called this does so already.
     """
     try:
         from numba.core.dispatcher import Dispatcher
     except ImportError:  # then nothing is compiled
         return
     compile_one = Dispatcher.compile
+    if compile_one.__name__ == "compile_or_wait":
+        return
 
     def compile_or_wait(kernel: Any, signature: Any) -> Any:
         folder = kernel._cache.cache_path

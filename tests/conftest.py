@@ -3,6 +3,7 @@ starts warm, for real ranks."""
 
 import gc
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,22 @@ def jobs(request: pytest.FixtureRequest) -> Jobs:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_OWNER] = WarmPython()
+    sys.executable = getattr(config, "workerinput", {}).get("cold_python", sys.executable)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """pytest-xdist's workers are themselves forks of the server: each would import the same modules for 20 s."""
+    for spec in specs:
+        spec.python = config.stash[_OWNER].path
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """All of pytest-xdist's workers share the server of the process that started them."""
+    """All of pytest-xdist's workers share the server of the process that started them. What they start by themselves
+    is cold."""
     node.workerinput["warm_python"] = node.config.stash[_OWNER].path
+    node.workerinput["cold_python"] = sys.executable
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -39,9 +39,9 @@ LOADED = (
 class WarmPython:
     """An interpreter whose programs begin with torch, its compiler's front and our kernels already loaded.
 
-    `path` takes ``-u``, ``-m module`` and a script, as launchers give them, and can be used wherever `sys.executable`
-    can. What a fresh interpreter alone shows is for `sys.executable`: imports, variables that modules read while they
-    are imported, network namespaces, and sets of strings, which all forks order alike.
+    `path` takes ``-u``, ``-c code``, ``-m module`` and a script, as launchers give them, and can be used wherever
+    `sys.executable` can. What a fresh interpreter alone shows is for `sys.executable`: imports, variables that modules
+    read while they are imported, network namespaces, and sets of strings, which all forks order alike.
     """
 
     def __init__(self, modules: Sequence[str] = LOADED) -> None:

@@ -139,7 +139,11 @@ def run(start: Start, python: str) -> None:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
         del arguments[0]
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if arguments[0] == "-m":
+    if arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.path.insert(0, "")
+        exec(arguments[1], {"__name__": "__main__"})
+    elif arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

@@ -39,6 +39,11 @@ def test_arguments_environment_streams_and_exit_code(jobs: Jobs, tmp_path: Path)
     assert (done.returncode, done.stdout, done.stderr) == (7, expected, "told something\n")
 
 
+def test_code_on_the_command_line(jobs: Jobs) -> None:
+    done = jobs.alone("-c", "import sys; print(sys.argv, sys.path[0], __name__, sys.stdin.readline())", "one")
+    assert done.stdout.split() == ["['-c',", "'one']", "__main__"]
+
+
 def test_an_error_and_what_runs_at_exit(jobs: Jobs, tmp_path: Path) -> None:
     done = jobs.alone(write(tmp_path, "import atexit", "atexit.register(print, 'at exit')", "1 / 0"))
     assert (done.returncode, done.stdout) == (1, "at exit\n")
