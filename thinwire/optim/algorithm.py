@@ -55,7 +55,8 @@ class Agreement:
     @property
     def numels(self) -> list[int]:
         """Elements of every parameter, whole, by number."""
-        return [parameter.numel() for parameter in self.parameters.parameters[: self.count]]
+        parameters = self.parameters.parameters[: self.count]
+        return [getattr(parameter, "whole", parameter).numel() for parameter in parameters]
 
     def zeros(self, kinds: int) -> Tensor:
         """Numbers to fill in: fp64 [parameters, kinds]."""
@@ -71,7 +72,7 @@ class Agreement:
             together = torch.cat([sums, last], dim=1)
             self.comm.broadcast(together)
             (together,) = read_together([together])
-            return together[:, :-1], together[:, -1]
+            return self._with_other_parts(together[:, :-1], together[:, -1])
         adding = self.comm.all_reduce(sums, async_op=True)
         if greatest is None:
             greatest = sums.new_zeros(())
@@ -80,7 +81,15 @@ class Agreement:
             self.comm.all_reduce(greatest, "max")
         adding.wait()
         sums, greatest = read_together([sums, greatest])
-        return sums, greatest
+        return self._with_other_parts(sums, greatest)
+
+    def _with_other_parts(self, sums: Tensor, greatest: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of parameters of which tensor parallelism has cut some."""
+        parts, device = self.parameters.parts, self.parameters.parameters[0].device
+        if parts is None:
+            return sums, greatest
+        shares = sums.new_tensor(self.parameters.shares[: self.count])
+        return parts.add_up(sums * shares[:, None], device), parts.add_up(greatest, device, "max")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from thinwire.optim.algorithm import Agreement, Algorithm, FreezeRule, LocalStep
 from thinwire.optim.bucket import Bucket, may_clip, place_of
 from thinwire.optim.step import Clock, Members, Peak, Send, Step
 from thinwire.optim.storage import Change, Storage, slots_with_elements
-from thinwire.zero.sharded_home import clip_of_norm
+from thinwire.zero.rank_checks import clip_of_norm
 
 
 class FreezeGroup:
@@ -133,7 +133,7 @@ class FreezeGroup:
     def _own_is_finite(self) -> bool:
         """Whether this rank can take its local step; warns where it cannot."""
         found = [torch.as_tensor(all_finite(bucket.exchange.payload)) for bucket in self.buckets]
-        if all(map(bool, read_together(found))):
+        if self._parameters.everywhere(all(map(bool, read_together(found)))):
             return True
         self.left_out_steps += 1
         warnings.warn(
@@ -309,7 +309,7 @@ class FreezeGroup:
 
     def _variance_norms(self) -> list[float]:
         """Of each parameter with elements, by their numbers. The host waits once. Collective if state is sharded."""
-        every = self._parameters.parameters
+        every, parts = self._parameters.parameters, self._parameters.parts
         norms: dict[int, Tensor] = {}
         for members in self.storage.members(state_only=True):
             for parameter, variance in zip(
@@ -317,11 +317,12 @@ class FreezeGroup:
             ):
                 norm = variance_norm(variance, members.settings, self.clock.steps)
                 norms[parameter] = norms[parameter] + norm if parameter in norms else norm
-        if self.storage.shards:
+        if self.storage.shards or parts is not None:
             together = torch.zeros(len(every), dtype=torch.float64, device=every[0].device)
             for parameter, norm in norms.items():
-                together[parameter] = norm
-            self._comm.all_reduce(together)
+                together[parameter] = norm * self._parameters.shares[parameter]
+            for comm in [self._comm] * self.storage.shards + ([] if parts is None else [parts.comm]):
+                comm.all_reduce(together)
             return [norm for norm, one in zip(together.tolist(), every, strict=True) if one.numel()]
         return [float(one) for one in read_together([norms[parameter] for parameter in sorted(norms)])]
 

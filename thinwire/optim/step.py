@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from thinwire.optim.settings import WarmupWire
-from thinwire.zero.rank_checks import NormSketch
+from thinwire.zero.rank_checks import NormSketch, TensorParallel, clip_of_norm
 from thinwire.zero.saved_state import Count, Counters, Positive
-from thinwire.zero.sharded_home import clip_of_norm, settings_digest
+from thinwire.zero.sharded_home import settings_digest
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class Parameters:
     """An optimizer's parameters by number, with the hyperparameters of their groups now.
 
     `group_of`: the number, in `groups`, of each one's group. `describe`: how an error message calls a parameter.
+    `parts`: the ranks that hold other parts of some, if there are any.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Parameters:
         self.group_of = group_of
         self.groups = groups
         self.describe = describe
+        self.parts: TensorParallel | None = None
         self._hyperparameters = hyperparameters
 
     def settings(self, group: int) -> AdamSettings:
@@ -131,6 +133,15 @@ class Parameters:
         """Return a parameter group's `exp_avg_mask`, if it has one."""
         mask: Tensor | None = self.groups[group].get("exp_avg_mask")
         return mask
+
+    @property
+    def shares(self) -> list[float]:
+        """The part of a sum over each one's elements, on all ranks that hold some, that this rank counts."""
+        return [1.0 if self.parts is None else self.parts.share(one) for one in self.parameters]
+
+    def everywhere(self, holds: bool) -> bool:
+        """Whether it holds on all ranks that hold parts of them. Collective."""
+        return holds if self.parts is None else self.parts.everywhere(holds, self.parameters[0].device)
 
     def rates(self) -> list[float]:
         """Read the learning rates of all parameter groups."""

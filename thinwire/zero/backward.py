@@ -61,8 +61,8 @@ def _drop_sent(parameter: Tensor, sent: SentGradient) -> None:
         if one is not None and stands is not None and (one.grad is stands or stands.in_place):
             stands.make_way(one)
 
-    (adder := torch.autograd.graph.get_gradient_edge(parameter).node).register_prehook(drop)
-    sent.adder = adder
+    sent.adder = torch.autograd.graph.get_gradient_edge(getattr(parameter, "whole", parameter)).node
+    sent.adder.register_prehook(drop)
 
 
 class BackwardWatcher:

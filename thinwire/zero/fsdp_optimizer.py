@@ -19,8 +19,9 @@ from thinwire.zero.fsdp import is_sharded, local_run
 from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, Home, ParameterState, StepResult, ring_bytes
 from thinwire.zero.master_weights import Run
 from thinwire.zero.optimizer import OptimizerClass, ShardOptimizer, is_of_elements
+from thinwire.zero.rank_checks import clip_coefficient
 from thinwire.zero.saved_state import STATE_IS_ON_ALL_RANKS, SavedSlice, SliceSource, read_weight
-from thinwire.zero.sharded_home import NOT_FINITE, clip_coefficient, norm_of_averages
+from thinwire.zero.sharded_home import NOT_FINITE, norm_of_averages
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 

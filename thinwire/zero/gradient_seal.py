@@ -176,6 +176,7 @@ def _some_of(gradient: Tensor) -> Tensor:
 def replace_hook(parameter: Any, hook: object) -> None:  # torch's hook registry is untyped
     """Register a hook for when the gradient has accumulated, in the place of one of its class: the optimizer built last
     over a parameter is the one that sends its gradient."""
+    parameter = getattr(parameter, "whole", parameter)
     hooks = parameter._post_accumulate_grad_hooks or {}
     for key in [key for key, one in hooks.items() if type(one) is type(hook)]:
         del hooks[key]

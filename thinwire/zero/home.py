@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from thinwire.comm import Communicator
 from thinwire.zero.backward import BackwardWatcher
+from thinwire.zero.rank_checks import TensorParallel
 from thinwire.zero.saved_state import Counters, SavedSlice, SliceSource, check_weights
 
 _ATTRIBUTE = "_thinwire_state"
@@ -217,6 +218,7 @@ class Home(ABC):
     frozen_at: int | None = None  # the step after which compression began; None before, and where there is none
     in_sync: bool = True  # whether every rank holds the same weights
     superseded: bool = False  # by another optimizer over some of these parameters
+    parts: TensorParallel | None = None  # the ranks that hold other parts of the same parameters
 
     @property
     @abstractmethod

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import NodeLinks, check_same_on_every_rank, link_nodes, raise_together
+from thinwire.comm.agreement import NodeLinks, check_same_on_every_rank, link_nodes, on_every_rank
 from thinwire.zero.bucket_layout import BucketLayout, Slot
 from thinwire.zero.placement import Placement, Sharding, WeightGate
-from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters
+from thinwire.zero.rank_checks import TensorParallel, broadcast_from_rank_0
 from thinwire.zero.saved_state import SavedSlice, SliceSource, read_weight
 
 
@@ -285,17 +286,14 @@ class ShardedParameters:
         self.comm = comm
         self.groups = groups
         self.sharding = sharding
-        error: Exception | None = None
-        try:
-            self.order = Placement(groups, named_parameters)
-            check_parameters(self.order.parameters, optimizer)
-            sharding.averaging.check_parameters(self.order.parameters, sharding.param_dtype)
-        except (ValueError, TypeError) as raised:
-            error = raised
-        raise_together(comm, error, "build its optimizer")
+        place = partial(Placement.checked, groups, named_parameters, optimizer, sharding)
+        self.order = on_every_rank(comm, place, "build its optimizer", (ValueError, TypeError))
         compared = {**sharding.compared(), "names": self.names, **settings}
         check_same_on_every_rank(comm, self.order.parameters, groups, compared)
+        self.parts = TensorParallel.among(comm, self.order.parameters)
         broadcast_from_rank_0(comm, self.order.parameters)
+        if self.parts is not None:
+            self.parts.check_whole(self.order.parameters, self.names)
         self.nodes, self.links = link_nodes(comm, sharding.nodes, alike=True)
         self.saved_nodes = None if self.links is None else list(self.nodes.node_of)
         self.exchange_comm = comm.duplicate() if self.links is None else self.links.number_by_lane(comm)
@@ -310,6 +308,7 @@ class ShardedParameters:
             self.buckets.append(bucket)
             bucket.family = self.buckets
             self.masters.append(MasterWeights(bucket, sharding))
+        self.shares = [] if self.parts is None else [self.parts.share(one.parameters[0]) for one in self.buckets]
 
     @property
     def names(self) -> list[str]:
@@ -340,9 +339,10 @@ class ShardedParameters:
         if self.gate is not None:
             raise RuntimeError("gather_during_forward() was called before: pass it the module that holds all others")
         within = {id(parameter) for parameter in module.parameters()}
-        bucket_of = {id(parameter): bucket.index for bucket in self.buckets for parameter in bucket.parameters}
+        shown = {bucket.index: [id(getattr(one, "whole", one)) for one in bucket.parameters] for bucket in self.buckets}
         if self.links is None:
-            self.gated = {one.index for one in self.buckets if all(id(each) in within for each in one.parameters)}
+            self.gated = {index for index, ids in shown.items() if within.issuperset(ids)}
+        bucket_of = {one: index for index, ids in shown.items() for one in ids}
         self.gate = WeightGate(module, bucket_of)
 
     def wait_for_weights(self) -> None:

@@ -23,7 +23,7 @@ from thinwire.zero.gradients import averaging_gradients
 from thinwire.zero.home import NO_GRADIENTS, Held, ParameterState, StepResult
 from thinwire.zero.master_weights import FlatBucket, Run, ShardedParameters, bring_beside
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
-from thinwire.zero.rank_checks import broadcast_from_rank_0, check_same_kind, compare_replicas
+from thinwire.zero.rank_checks import broadcast_from_rank_0, check_same_kind, clip_coefficient, compare_replicas
 from thinwire.zero.saved_state import SavedSlice, SliceSource, group_settings, read_state, state_slices
 from thinwire.zero.sharded_home import (
     NOT_FINITE,
@@ -32,7 +32,6 @@ from thinwire.zero.sharded_home import (
     ShardedHome,
     Vote,
     check_interval,
-    clip_coefficient,
     norm_of_own,
     own_fragments,
 )
@@ -312,9 +311,10 @@ class _ElementwiseHome(ShardedHome):
 
     def _find_vote(self) -> Vote:
         rounded.check_arrived(self.rounded)
-        whole = self._parameters.sharding.stage == 0
-        averages = [one.bucket.shard_of(one.average) if whole else one.average for one in self.gradients if one.filled]
-        return self._vote_on_averages(averages)
+        whole, sent = self._parameters.sharding.stage == 0, enumerate(self.gradients)
+        return self._vote_on_averages(
+            {number: one.bucket.shard_of(one.average) if whole else one.average for number, one in sent if one.filled}
+        )
 
     @override
     def _vote_on_edited(self) -> Vote:

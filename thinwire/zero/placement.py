@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from thinwire.comm.agreement import Nodes
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import CODE_BITS, CodecName, scale_block
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, BucketLayout, partition, partition_whole
+from thinwire.zero.rank_checks import check_parameters
+from thinwire.zero.training_loops import LocalPart, is_cut, local_part
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -63,6 +65,8 @@ class Averaging:
         """Raise ValueError where backwards could not add up as asked; fp32 parameters will be in `param_dtype`."""
         for parameter in parameters:
             dtype = param_dtype if param_dtype and parameter.dtype == torch.float32 else parameter.dtype
+            if dtype != parameter.dtype and isinstance(parameter, LocalPart):
+                raise ValueError(f"param_dtype={dtype} cannot convert DTensors: model.to({dtype}) before it is cut")
             if self.accumulated(dtype) not in (torch.float32, dtype):
                 raise ValueError(
                     f"gradients of {dtype} parameters add up in torch.float32 or their own dtype, got accumulate_dtype "
@@ -123,18 +127,41 @@ class Placement:
         place = {name: position for position, name in enumerate(name_of.values())}
         self.order = sorted(range(len(held)), key=lambda number: -place[self.names[number]])
 
+    @classmethod
+    def checked(
+        cls,
+        groups: Sequence[Mapping[str, Any]],
+        named: Iterable[tuple[str, Tensor]] | None,
+        optimizer: str,
+        sharding: Sharding,
+    ) -> Self:
+        """Place what `optimizer` can take, laid out so; raises TypeError or ValueError for other parameters."""
+        placed = cls(groups, named)
+        check_parameters(placed.parameters, optimizer)
+        sharding.averaging.check_parameters(placed.parameters, sharding.param_dtype)
+        for number, parameter in enumerate(placed.parameters):
+            if is_cut(parameter) and sharding.whole_parameters(groups[placed.group_of[number]]):
+                raise TypeError(
+                    f"{placed.describe(number)} is a part of a matrix that tensor parallelism has cut, and {optimizer} "
+                    "steps whole matrices, whose parts cannot be orthogonalised, nor measured, alone. Use OneBitAdam, "
+                    "OneBitLamb or ShardedOptimizer with an elementwise class, or leave the matrix whole"
+                )
+        return placed
+
     def partition(self, world_size: int, sharding: Sharding) -> list[tuple[BucketLayout, torch.dtype]]:
-        """Buckets of one dtype each, in the order in which backward completes them."""
+        """Buckets of one dtype each, in the order in which backward completes them; of parameters that are cut, or of
+        others, which ranks that hold other parts then round alike."""
         wanted = sharding.param_dtype
         dtypes = [wanted or one.dtype if one.dtype == torch.float32 else one.dtype for one in self.parameters]
         whole = [sharding.whole_parameters(self._groups[number]) for number in self.group_of]
+        kinds = list(zip(dtypes, whole, map(is_cut, self.parameters), strict=True))
         numels = [parameter.numel() for parameter in self.parameters]
         layouts: list[tuple[BucketLayout, torch.dtype]] = [
             (layout, dtype)
-            for dtype, owned in sorted(set(zip(dtypes, whole, strict=True)), key=str)
+            for dtype, owned, cut in sorted(set(kinds), key=str)
             for layout in (partition_whole if owned else partition)(
                 numels,
-                [number for number in self.order if (dtypes[number], whole[number]) == (dtype, owned)],
+                [number for number in self.order if kinds[number] == (dtype, owned, cut)],
                 world_size=world_size,
                 block_size=sharding.shard_block,
                 bucket_numel=max(1, sharding.bucket_bytes // dtype.itemsize),
@@ -158,7 +185,7 @@ def _names(groups: Sequence[Mapping[str, Any]], named: Iterable[tuple[str, Tenso
     if named is not None:
         names: dict[int, str] = {}
         for name, parameter in named:
-            names.setdefault(id(parameter), name)
+            names.setdefault(id(local_part(parameter)), name)
         if len(set(names.values())) < len(names):
             twice = next(name for name in names.values() if list(names.values()).count(name) > 1)
             raise ValueError(

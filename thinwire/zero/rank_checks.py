@@ -1,9 +1,10 @@
 """Checks that ranks agree: on the optimizer at construction, on the gradients that a step lacks, on replicas of the
-weights."""
+weights; the ranks that hold other parts of the same parameters; and norms over all of them."""
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import check_same_on_every_rank, raise_together
 from thinwire.zero.gradient_seal import gradient_of
+from thinwire.zero.training_loops import LocalPart, is_cut
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,6 +25,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def check_parameters(parameters: Sequence[Tensor], optimizer: str) -> None:
     """Raise TypeError for parameters of unusable dtype or on several devices; `optimizer` says who refuses."""
     for index, parameter in enumerate(parameters):
+        if hasattr(parameter, "placements"):
+            raise TypeError(
+                f"parameter {index}, shape {tuple(parameter.shape)}, is a DTensor: {optimizer} takes parameters that "
+                "are whole on every rank. Use OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam or ShardedOptimizer"
+            )
         if parameter.dtype not in _DTYPES:
             raise TypeError(
                 f"parameter {index}, shape {tuple(parameter.shape)}, is {parameter.dtype}: {optimizer} takes fp32, "
@@ -205,7 +212,86 @@ def _has_gradient(parameter: Tensor) -> bool:
     return gradient is not None and bool(torch.count_nonzero(gradient))
 
 
+# Parameters of which other ranks hold other parts
+
+
+class TensorParallel:
+    """The ranks over which tensor parallelism has cut an optimizer's parameters: all step alike, and what they add up
+    over parameters, they add up over their parts. Those that are whole on all of them, DTensors or not, count once.
+
+    `comm`: these ranks. `place`: this one's number among so many.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.place = [comm.rank, comm.size]
+
+    @classmethod
+    def among(cls, comm: Communicator, parameters: Sequence[Tensor]) -> TensorParallel | None:
+        """Find the ranks with which `comm`'s replicas share parameters; None if there are none. Collective.
+
+        Raises ValueError where parameters are cut over different ranks, or over those that average gradients.
+        """
+        meshes = [one.whole.device_mesh for one in parameters if isinstance(one, LocalPart)]
+        if not meshes:
+            return None
+        ranks = [mesh.mesh.tolist() for mesh in meshes]
+        if any(one != ranks[0] for one in ranks):
+            raise ValueError(f"parameters are cut over different meshes, {ranks[0]} and others: use one for the model")
+        if shared := set(ranks[0]) & set(comm.global_ranks) - {comm.global_ranks[comm.rank]}:
+            raise ValueError(
+                f"parameters are cut over ranks {ranks[0]}, and gradients would be averaged over "
+                f"{list(comm.global_ranks)}: ranks {sorted(shared)} hold other elements than this one. Say which hold "
+                'the same: mesh=mesh["dp"], of a mesh of dimensions "dp" and "tp"'
+            )
+        return cls(Communicator.of(meshes[0], comm.timeout))
+
+    def check_whole(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+        """Raise ValueError, on all of them, unless they hold the same of what is whole. Collective."""
+        comm = self.comm
+        whole = [(name, one) for name, one in zip(names, parameters, strict=True) if not is_cut(one)]
+        mine = json.dumps([[name, list(one.shape), _checksum(one)] for name, one in whole])
+        of_rank = [json.loads(one) for one in comm.all_gather_bytes(mine.encode(), "compare what is not cut")]
+        for rank, theirs in zip(comm.global_ranks, of_rank, strict=True):
+            if theirs != of_rank[0]:
+                other = next((one for one, first in zip(theirs, of_rank[0], strict=False) if one != first), ["", []])
+                raise ValueError(
+                    f"rank {rank} and rank {comm.global_ranks[0]}, over which parameters are cut, differ in "
+                    f"parameter {other[0]!r}, shape {tuple(other[1])}, which is whole: make the model from one seed, "
+                    "or load the same weights, before it is parallelised"
+                )
+
+    def share(self, parameter: Tensor) -> float:
+        """The part of a sum over a parameter's elements that this rank counts."""
+        return 1.0 if is_cut(parameter) else 1.0 / self.comm.size
+
+    def add_up(self, sums: Tensor, device: torch.device, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """Add `sums` up over the ranks, which parameters on `device` let travel. Collective."""
+        there = sums.contiguous().to(device, copy=True)
+        self.comm.all_reduce(there, op)
+        return there.to(sums.device)
+
+    def everywhere(self, holds: bool, device: torch.device) -> bool:
+        """Whether it holds on all of them. Collective."""
+        return not bool(self.add_up(torch.tensor(float(not holds)), device))
+
+
 # What a step needs on the host
+
+
+def clip_coefficient(max_norm: float, norm: float) -> float:
+    """What a gradient of this norm is multiplied by: torch's clip_grad_norm_. `max_norm` 0 does not clip."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
+
+
+def clip_of_norm(max_norm: float, norm: Tensor) -> float | Tensor:
+    """`clip_coefficient` of a norm, fp64 [], and 1 where it is not finite; on an accelerator fp32 [] there, without a
+    wait. `max_norm` is above 0."""
+    if norm.device.type == "cpu":
+        number = float(norm)
+        return clip_coefficient(max_norm, number) if math.isfinite(number) else 1.0
+    clip = torch.full_like(norm, max_norm).div_(norm + 1e-6).clamp_(max=1.0)
+    return torch.where(norm < math.inf, clip, 1.0).float()
 
 
 _PERIOD = 1 << 20
@@ -225,10 +311,19 @@ class NormSketch:
     bytes in fp32 at most, and rounding changes the norm by less than 0.1%."""
 
     def __init__(
-        self, comm: Communicator, numels: Mapping[int, int], device: torch.device, *, width: int = 16384, seed: int = 0
+        self,
+        comm: Communicator,
+        numels: Mapping[int, int],
+        device: torch.device,
+        *,
+        width: int = 16384,
+        seed: int = 0,
+        parts: tuple[TensorParallel, Sequence[Tensor]] | None = None,
     ) -> None:
-        """`numels`: of every vector by its number, the same on every rank."""
+        """`numels`: of every vector by its number, the same on every rank. `parts`: who holds others, and of what."""
         self._comm = comm
+        self._parts = None if parts is None else parts[0]
+        self._shares = {} if parts is None else {one: parts[0].share(parts[1][one]) ** 0.5 for one in numels}
         self._width = width
         self._step = 0
         numbers = sorted(numels)
@@ -252,6 +347,8 @@ class NormSketch:
     def add(self, vector: Tensor, number: int) -> None:
         """Count the elements of this rank's vector `number`, floats of any shape; every number once a step."""
         flat = vector.reshape(-1)
+        if self._shares.get(number, 1.0) != 1.0:
+            flat = flat * self._shares[number]
         if self._places is not None:
             self._sums[self._places[number] :][: flat.numel()].copy_(flat)
             return
@@ -272,9 +369,11 @@ class NormSketch:
 
     def own_norm(self) -> Tensor:
         """The same for what this rank has added alone."""
-        norm = self._sums.double().square_().sum().sqrt_()
+        square = self._sums.double().square_().sum()
         self._sums.zero_()
-        return norm
+        if self._parts is not None:
+            self._parts.comm.all_reduce(square)
+        return square.sqrt_()
 
     def _fold(self, signed: Tensor, column: int, sign: int) -> None:
         """Add `signed` to the sums, from `column` on and round again."""

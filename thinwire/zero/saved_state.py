@@ -130,6 +130,7 @@ class Counters(BaseModel):
     groups: list[dict[str, Any]]
     skipped_steps: Count = 0
     nodes: list[int] | None = None
+    part: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None  # under tensor parallelism
 
 
 class DamagedStateError(ValueError):
@@ -156,7 +157,11 @@ def counters_of(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> dict[str
 
 
 def check_counters(
-    saved: Mapping[str, Any], counted: type[Counters], optimizer: str, groups: Sequence[Mapping[str, Any]]
+    saved: Mapping[str, Any],
+    counted: type[Counters],
+    optimizer: str,
+    groups: Sequence[Mapping[str, Any]],
+    part: Sequence[int] | None = None,
 ) -> None:
     """Raise ValueError where an optimizer of this name and of `groups`, which counts `counted`, cannot go on from what
     was `saved`."""
@@ -173,6 +178,13 @@ def check_counters(
     for number, (mine, theirs) in enumerate(zip(groups, saved["groups"], strict=True)):
         if fault := fault_of_settings(mine, theirs, f"groups.{number}"):
             raise DamagedStateError(f"it does not hold what {optimizer} was set to: {fault}")
+    if (theirs := saved.get("part")) != part:
+        of = "what belongs to whole parameters" if theirs is None else f"part {theirs[0]} of {theirs[1]} of them"
+        here = "holds them whole" if part is None else f"has part {part[0]} of {part[1]}"
+        raise ValueError(
+            f"parameters are cut by tensor parallelism: this state has {of}, and this rank {here}. Load on every rank "
+            "of the same mesh what it saved"
+        )
 
 
 def check_saved(source: SliceSource, kind: str, name: str, *, codes: bool = False) -> None:

@@ -20,6 +20,7 @@ from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.gradient_seal import gradient_of
 from thinwire.zero.home import Fragment, Held, Home, ParameterState, ring_bytes
 from thinwire.zero.master_weights import FlatBucket, MasterWeights, ShardedParameters, runs_in
+from thinwire.zero.rank_checks import TensorParallel
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 
 
@@ -148,7 +149,7 @@ class ShardedHome(Home):
         self.comm = parameters.comm
         self.parameters, self.names = parameters.order.parameters, parameters.names
         self.uncompressed_step_bytes = ring_bytes(self.comm.size, self.parameters)
-        self._parameters = parameters
+        self._parameters, self.parts = parameters, parameters.parts
         self.watcher = BackwardWatcher(parameters.order.describe, self._on_whole)
         self.watcher.watch(self.parameters)
         self._vote: Vote | None = None  # of the step in flight, once it is known
@@ -213,7 +214,7 @@ class ShardedHome(Home):
             self._parameters.wait_for_weights()
         averages_shown = self._vote is not None and self._parameters.sharding.stage == 0
         if self.watcher.seal.check(may_write=averages_shown) and averages_shown:
-            self._vote = self._vote_on_edited()
+            self._vote = None if self.parts is not None else self._vote_on_edited()
         if self.scaled and not self._keeps_gradients:
             raise RuntimeError(
                 "a GradScaler cannot look at gradients that stage 2 has sent to their owners: use stage 1, the "
@@ -255,12 +256,12 @@ class ShardedHome(Home):
             dtype = self._parameters.sharding.averaging.accumulated(self._stand_in.dtype)
             self._stand_in.grad = torch.full_like(self._stand_in, 0.0 if finite else math.inf, dtype=dtype)
 
-    def _vote_on_averages(self, averages: Sequence[Tensor]) -> Vote:
-        """The vote on averaged gradients, of which this rank gives its shards. Collective."""
+    def _vote_on_averages(self, averages: Mapping[int, Tensor]) -> Vote:
+        """The vote on averaged gradients, of which this rank gives its shards, by bucket. Collective."""
         parameters, missing = self._parameters, self.watcher.missing
-        norm, anything_missing = norm_of_averages(
-            parameters.exchange_comm, averages, parameters.groups, self.steps, parameters.device, bool(missing)
-        )
+        given = parameters.exchange_comm, list(averages.values()), parameters.groups, self.steps, parameters.device
+        parts = None if self.parts is None else (self.parts, list(map(parameters.shares.__getitem__, averages)))
+        norm, anything_missing = norm_of_averages(*given, bool(missing), parts)
         absent = parameters.agree_on_absent(missing) if anything_missing else frozenset[int]()
         return Vote(math.isfinite(norm), norm, absent | self.watcher.left_out)
 
@@ -354,23 +355,30 @@ def norm_of_averages(
     step: int,
     device: torch.device,
     missing: bool = False,
+    parts: tuple[TensorParallel, Sequence[float]] | None = None,
 ) -> tuple[float, bool]:
     """The 2-norm of all ranks' `averages` together, NaN for one that none could be, and whether any rank has something
-    `missing`. Collective.
+    `missing`. Collective. `parts`: the ranks that hold others, and the part of each average's sum that this one counts.
 
     Raises ValueError, on every rank and naming the first difference, where ranks have other hyperparameters.
     """
     norms = [torch.linalg.vector_norm(average, dtype=torch.float32) for average in averages]
     norms.append(torch.zeros((), device=averages[0].device if averages else device))
     votes = torch.empty(4, dtype=torch.float64, device=device)
-    votes[0] = torch.stack(norms).double().square().sum()
+    squares = torch.stack(norms).double().square()
+    votes[0] = (squares if parts is None else squares * squares.new_tensor([*parts[1], 1.0])).sum()
     digest = settings_digest(groups, step)
     for place, own in enumerate((missing, digest, digest**2), start=1):
         votes[place].fill_(own)  # in the launch itself: a copy of a list would wait for the device
-    comm.all_reduce(votes)
-    total, anything_missing, digests, squares = votes.tolist()
-    if comm.size * squares != digests**2:  # whole numbers, exact: only of equal numbers are the two the same
-        check_same_on_every_rank(comm, [], groups, {})
+    comms = [comm] if parts is None else [comm, parts[0].comm]
+    ranks = 1
+    for one in comms:
+        one.all_reduce(votes)
+        ranks *= one.size
+    total, anything_missing, digests, of_squares = votes.tolist()
+    if ranks * of_squares != digests**2:  # whole numbers, exact: only of equal numbers are the two the same
+        for one in comms:
+            check_same_on_every_rank(one, [], groups, {})
     return math.sqrt(total) if total >= 0 else math.nan, bool(anything_missing)
 
 
@@ -382,18 +390,3 @@ def norm_of_own(averages: Sequence[Tensor], ranks: int) -> float:
         norms = [torch.linalg.vector_norm(one.view(ranks, -1)[rank], dtype=torch.float32) for one in averages]
         square += float(torch.stack(norms).double().square().sum()) if norms else 0.0
     return math.sqrt(square) if square >= 0 else math.nan
-
-
-def clip_coefficient(max_norm: float, norm: float) -> float:
-    """What a gradient of this norm is multiplied by: torch's clip_grad_norm_. `max_norm` 0 does not clip."""
-    return min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
-
-
-def clip_of_norm(max_norm: float, norm: Tensor) -> float | Tensor:
-    """`clip_coefficient` of a norm, fp64 [], and 1 where it is not finite; on an accelerator fp32 [] there, without a
-    wait. `max_norm` is above 0."""
-    if norm.device.type == "cpu":
-        number = float(norm)
-        return clip_coefficient(max_norm, number) if math.isfinite(number) else 1.0
-    clip = torch.full_like(norm, max_norm).div_(norm + 1e-6).clamp_(max=1.0)
-    return torch.where(norm < math.inf, clip, 1.0).float()

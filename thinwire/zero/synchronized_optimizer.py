@@ -193,7 +193,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         ValueError, on every rank, where ranks leave out different parameters or one has a gradient already, and
         RuntimeError where the algorithm takes steps that send nothing.
         """
-        self._home.leave_out(parameters)
+        self._home.leave_out(map(training_loops.local_part, parameters))
 
     def end_backward(self) -> None:
         """Send what a backward has left unsent, once it is over. Collective; `step` does it if no caller did."""
@@ -208,7 +208,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         """
         training_loops.check_holds_all(self, model)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        self._home.name({id(parameter): name for name, parameter in inner.named_parameters()})
+        named = inner.named_parameters()
+        self._home.name({id(training_loops.local_part(parameter)): name for name, parameter in named})
         if isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, training_loops.leave_gradients_alone)
             self._attached = self._home.watcher.seal.written_back = True
@@ -218,7 +219,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank alike; they warm up and freeze on their own. Raises RuntimeError where state is
         sharded: buckets are laid out once."""
-        moved_in = hasattr(self, "_home")
+        moved_in, param_group = hasattr(self, "_home"), training_loops.local_parts(param_group)
         if moved_in and not self._home.elastic:
             self._home.add_parameters()
         super().add_param_group(param_group)
@@ -295,12 +296,15 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         return {
             **saved_state.counters_of(self._saved_name, self.param_groups),
             **self._home.counters(),
+            **({} if (parts := self._home.parts) is None else {"part": parts.place}),
             "skipped_steps": self.skipped_steps,
         }
 
     def check(self, source: SliceSource) -> None:
         """Raise ValueError where `load` cannot take this up: DamagedStateError where not all is there that it reads."""
-        saved_state.check_counters(source.counters(), self._home.counted, self._saved_name, self.param_groups)
+        part = None if self._home.parts is None else self._home.parts.place
+        mine = self._home.counted, self._saved_name, self.param_groups, part
+        saved_state.check_counters(source.counters(), *mine)
         self._home.check(source)
 
     @torch.no_grad()

@@ -162,7 +162,11 @@ class ReplicatedHome(AlgorithmHome):
         names = [self._table.known_name(one) for one in tensors]
         compared = {"names": names, **self._options.compared(), **self._recipe.compared}
         check_same_on_every_rank(self.comm, tensors, self._table.groups, compared)
+        found = rank_checks.TensorParallel.among(self.comm, tensors) if self.parts is None else self.parts
         rank_checks.broadcast_from_rank_0(self.comm, tensors)
+        if found is not None:
+            found.check_whole(tensors, [name or "" for name in names])
+        self.parts = self._table.parts = found
         for parameter, group_number in new:
             self.in_flight.unplaced.append(len(self._table))
             self._table.add(parameter, group_number)

@@ -16,6 +16,7 @@ from thinwire.optim.storage import Change, Storage
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.master_weights import Run
 from thinwire.zero.saved_state import SliceSource, read_weight
+from thinwire.zero.training_loops import local_part
 
 
 class ParameterTable(Parameters):
@@ -38,7 +39,7 @@ class ParameterTable(Parameters):
         self.states: dict[Tensor, dict[str, Any]] = optimizer.state
         self._published: list[tuple[int, Tensor]] = []  # see `accept`
         self._param_dtype = param_dtype
-        self._given_names = {id(parameter): name for name, parameter in named_parameters or ()}
+        self._given_names = {id(local_part(parameter)): name for name, parameter in named_parameters or ()}
         self._called: dict[int, str] = {}
 
     def __len__(self) -> int:

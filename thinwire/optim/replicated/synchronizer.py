@@ -29,8 +29,8 @@ from thinwire.optim.wire import Wire
 from thinwire.zero import BucketLayout, bucket_numel, partition
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.home import ring_bytes
-from thinwire.zero.rank_checks import NormSketch, agree_on_absent, agree_on_order, find_overflowing
-from thinwire.zero.sharded_home import clip_coefficient
+from thinwire.zero.rank_checks import NormSketch, agree_on_absent, agree_on_order, clip_coefficient, find_overflowing
+from thinwire.zero.training_loops import is_cut
 
 _FP32_BYTES = 4
 
@@ -91,16 +91,22 @@ class FreezeGroups:
         return [[slot.parameter for slot in layout.slots] for layout in self._cut(order)]
 
     def _cut(self, order: Sequence[int], *, whole: bool = False) -> list[BucketLayout]:
-        """Buckets of the parameters `order`; one of all of them where they stay `whole`."""
+        """Buckets of the parameters `order`; one of all of them where they stay `whole`. Those that tensor parallelism
+        has cut lie apart, so that its ranks round the others alike."""
         numels = [parameter.numel() for parameter in self._table.parameters]
         numel = sum(numels[parameter] for parameter in order)
-        return partition(
-            numels,
-            order,
-            world_size=self.comm.size,
-            block_size=self._options.block_size,
-            bucket_numel=numel + 1 if whole else bucket_numel(self._options.bucket_bytes, numel, _FP32_BYTES),
-        )
+        cut = [is_cut(parameter) for parameter in self._table.parameters]
+        return [
+            layout
+            for kind in sorted({cut[number] for number in order}, reverse=True)
+            for layout in partition(
+                numels,
+                [number for number in order if cut[number] is kind],
+                world_size=self.comm.size,
+                block_size=self._options.block_size,
+                bucket_numel=numel + 1 if whole else bucket_numel(self._options.bucket_bytes, numel, _FP32_BYTES),
+            )
+        ]
 
     def _add(self, layouts: Sequence[BucketLayout]) -> FreezeGroup:
         algorithm = self._make_algorithm()
@@ -233,7 +239,8 @@ class Synchronizer:
         if self._sketch is None:
             slots = [slot for bucket in self._layout.buckets for slot in bucket.layout.slots]
             numels = {slot.parameter: slot.numel for slot in slots}
-            self._sketch = NormSketch(self._layout.comm, numels, self._table.parameters[0].device)
+            parts = None if self._home.parts is None else (self._home.parts, self._table.parameters)
+            self._sketch = NormSketch(self._layout.comm, numels, self._table.parameters[0].device, parts=parts)
         self._sketch.begin(self._step.number)
         return self._sketch
 
@@ -243,8 +250,10 @@ class Synchronizer:
         exact = [group for group in self._layout.groups if group.send is Send.EXACT]
         local = [group for group in self._layout.groups if group.send is Send.LOCAL]
         if exact and len(exact) + len(local) == len(self._layout.groups):
-            square = _square_of_averages(exact, absent).to(self._table.parameters[0].device)
+            square = _square_of_averages(exact, absent, self._table.shares).to(self._table.parameters[0].device)
             self._layout.comm.broadcast(square)
+            if self._home.parts is not None:
+                self._home.parts.comm.all_reduce(square)
             step.norm = math.sqrt(float(square))
             norm = step.norm / step.loss_scale
             step.clip = clip_coefficient(step.max_norm, norm) if math.isfinite(norm) else 1.0
@@ -262,6 +271,9 @@ class Synchronizer:
 
     def _judge(self, found: Outcome, arrived: Collection[int]) -> SynchronizedBackward:
         absent: frozenset[int] = frozenset()
+        if self._home.parts is not None:
+            finite = self._home.parts.everywhere(found.finite, self._table.parameters[0].device)
+            found = replace(found, finite=finite)
         if found.incomplete:
             absent = agree_on_absent(self._comm, len(self._table), set(arrived), self._table.describe)
         overflowing = () if found.finite else find_overflowing(self._comm, self._table.parameters)
@@ -286,8 +298,11 @@ class Synchronizer:
             self.watcher.add(placed)
 
 
-def _square_of_averages(groups: Sequence[FreezeGroup], absent: frozenset[int]) -> Tensor:
-    """The square of the averaged gradients' 2-norm, times that of the loss scale, in an EXACT step: fp64 []."""
+def _square_of_averages(groups: Sequence[FreezeGroup], absent: frozenset[int], shares: Sequence[float]) -> Tensor:
+    """What this rank counts of the square of the averaged gradients' 2-norm, times that of the loss scale, in an EXACT
+    step: fp64 []."""
     members = [one for group in groups for one in group.storage.members(absent)]
     norms = [norm for one in members for norm in torch._foreach_norm(one.averages)]
-    return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    squares = torch.stack(norms).double().square() if norms else torch.zeros((), dtype=torch.float64)
+    counted = [shares[number] for one in members for number in one.parameters]
+    return (squares if min(counted, default=1.0) == 1.0 else squares * squares.new_tensor(counted)).sum()

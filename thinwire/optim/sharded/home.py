@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +25,13 @@ from thinwire.optim.wire import Wire
 from thinwire.zero.gradients import BucketTransport
 from thinwire.zero.home import NO_GRADIENTS, Held, ParameterState, StepResult
 from thinwire.zero.master_weights import ShardedParameters
-from thinwire.zero.rank_checks import NormSketch
+from thinwire.zero.rank_checks import NormSketch, clip_of_norm
 from thinwire.zero.saved_state import SavedSlice, SliceSource, check_saved
 from thinwire.zero.sharded_home import (
     NOT_FINITE,
     BucketParameterState,
     ShardedHome,
     Vote,
-    clip_of_norm,
     of_whole_bucket,
     own_fragments,
 )
@@ -51,7 +51,9 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         self._watched: tuple[Sequence[BucketTransport], object] = ([], None)
         numels = {number: one.numel() for number, one in enumerate(parameters.order.parameters)}
         clips = bool(options.clips_to)
-        self._sketch = NormSketch(parameters.exchange_comm, numels, parameters.device) if clips else None
+        parts = None if self.parts is None else (self.parts, parameters.order.parameters)
+        sketch = partial(NormSketch, parameters.exchange_comm, numels, parameters.device, parts=parts)
+        self._sketch = sketch() if clips else None
         self.in_flight = Step(parameters.groups, options.averaging.divide_first, options.clips_to)
         options.averaging.prepare(self.parameters)
         self._begin_again()
@@ -63,6 +65,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         parameters = Parameters(
             order.parameters, order.group_of, sharded.groups, recipe.hyperparameters, order.describe
         )
+        parameters.parts = self.parts
         shared = Shared(parameters, algorithm, new_clock(algorithm), self._wire, self.in_flight)
         self._storage: OwnedStorage | PackedStorage
         if algorithm.form.packs:
@@ -128,8 +131,11 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
                 square = torch.zeros((), dtype=torch.float64, device=self._parameters.device)
                 for bucket, masters in zip(group.buckets, self._parameters.masters, strict=True):
                     own = bucket.exchange.payload[masters.held]
-                    square += torch.linalg.vector_norm(own, dtype=torch.float32).double().square()
+                    own_square = torch.linalg.vector_norm(own, dtype=torch.float32).double().square()
+                    square += own_square if self.parts is None else own_square * self._parameters.shares[bucket.index]
                 self._parameters.exchange_comm.all_reduce(square)
+                if self.parts is not None:
+                    self.parts.comm.all_reduce(square)
                 step.norm = math.sqrt(float(square))
             step.clip = clip_of_norm(step.max_norm, torch.tensor(step.norm / step.loss_scale, dtype=torch.float64))
 
@@ -139,8 +145,11 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         if self._storage.shards and group.send is Send.EXACT:
             if not self._storage.gradients:
                 read_outcomes(step, self.comm, group.buckets)
-            averages = map(self._storage.average, range(len(group.buckets)))
-            vote = self._vote_on_averages(list(filter(torch.is_tensor, averages)))  # of buckets that were sent
+            averages: dict[int, Tensor] = {}
+            for number in range(len(group.buckets)):
+                if (average := self._storage.average(number)) is not None:  # of a bucket that was sent
+                    averages[number] = average
+            vote = self._vote_on_averages(averages)
             step.norm = vote.norm
             return vote
         if group.send is Send.LOCAL:
@@ -149,7 +158,10 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         absent = self.watcher.left_out
         if outcome.incomplete:
             absent |= self._parameters.agree_on_absent(self.watcher.missing)
-        return Vote(outcome.finite, step.norm, absent)
+        finite = outcome.finite
+        if self.parts is not None:
+            finite = self.parts.everywhere(finite, self._parameters.device)
+        return Vote(finite, step.norm, absent)
 
     @override
     def _begin_step(self) -> Vote:

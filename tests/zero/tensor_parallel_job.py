@@ -1,0 +1,307 @@
+"""What launched ranks do with a model that torch's tensor parallelism cuts: ``tensor_parallel_job.py TASK DP TP``."""
+
+import copy
+import math
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+from transformers import BertConfig, BertForMaskedLM
+
+import thinwire
+from tests.optim.training import through_a_file
+from tests.refusing import refused
+from thinwire.comm import Communicator, threads
+from thinwire.zero import ShardedOptimizer
+
+JOB = ("-m", "tests.zero.tensor_parallel_job")
+WORDS, WIDTH, LENGTH = 40, 16, 8
+
+
+class Block(nn.Module):
+    """One of GPT-2's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.ln_1(x)
+        heads = [one(normed).unflatten(-1, (-1, 4)).transpose(1, 2) for one in (self.query, self.key, self.value)]
+        attended = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.ln_2(x))))
+
+
+class GPT(nn.Module):
+    """GPT-2 in small, its head tied to its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.h = nn.Sequential(Block())
+        self.ln_f = nn.LayerNorm(WIDTH)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.ln_f(self.h(self.wte(words) + self.wpe(torch.arange(LENGTH))))
+        if isinstance(self.wte.weight, DTensor):
+            whole = DTensor.from_local(x, self.wte.weight.device_mesh, [Replicate()])
+            logits = functional.linear(whole, self.wte.weight).redistribute(placements=[Replicate()]).to_local()
+        else:
+            logits = functional.linear(x, self.wte.weight)
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), words[:, 1:].flatten())
+
+
+class Bert(nn.Module):
+    """Transformers' BERT in small, its head tied to its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": LENGTH}
+        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        width = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH}
+        self.model = BertForMaskedLM(BertConfig(**sizes, **dropout, **width))
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = words.clone()
+        hidden[:, ::3] = 0
+        return self.model(input_ids=hidden, labels=words).loss
+
+
+def cut(model: nn.Module, mesh: DeviceMesh, sequence: bool = False) -> nn.Module:
+    """Parallelise a model as torch's own calls do; with `sequence` what GPT's norms see is cut too, in their length."""
+    column, row = ColwiseParallel(), RowwiseParallel()
+    if isinstance(model, Bert):
+        for layer in model.model.bert.encoder.layer:
+            plan: dict[str, Any] = {f"attention.self.{one}": column for one in ("query", "key", "value")}
+            plan |= {"attention.output.dense": row, "intermediate.dense": column, "output.dense": row}
+            parallelize_module(layer, mesh, plan)
+        return model
+    assert isinstance(model, GPT)
+    part = Shard(1)
+    ends = RowwiseParallel(output_layouts=part, use_local_output=False) if sequence else row
+    for block in model.h:
+        plan = {"query": column, "key": column, "value": column, "out": ends, "up": column, "down": ends}
+        if sequence:
+            takes = ColwiseParallel(input_layouts=part)
+            plan |= {"query": takes, "key": takes, "value": takes, "up": takes}
+            plan |= {"ln_1": SequenceParallel(), "ln_2": SequenceParallel()}
+        parallelize_module(block, mesh, plan)
+    if sequence:
+        whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=part, use_local_output=False)
+        parallelize_module(model, mesh, {"h": whole})
+        model.h.register_forward_hook(lambda _, __, out: out.redistribute(placements=[Replicate()]).to_local())
+    else:
+        parallelize_module(model, mesh, {"wte": RowwiseParallel(input_layouts=Replicate())})
+    return model
+
+
+def make(kind: str) -> nn.Module:
+    torch.manual_seed(1)
+    return Bert() if kind == "bert" else GPT()
+
+
+def words(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    start = torch.randint(1, WORDS, (8, 1), generator=generator)
+    return (start + torch.arange(LENGTH) * torch.randint(1, 3, (8, 1), generator=generator)) % (WORDS - 1) + 1
+
+
+def alone(kind: str, ranks: int, steps: int, optimizer_class: Any = torch.optim.AdamW) -> list[tuple[float, float]]:
+    """One process that sees all ranks' data: losses and norms before clipping to 1."""
+    model, found = make(kind), []
+    optimizer = optimizer_class(model.parameters(), lr=3e-3, weight_decay=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses = [model(words(rank, step)) / ranks for rank in range(ranks)]
+        torch.stack(losses).sum().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append((float(sum(losses)), float(norm)))
+    return found
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, pieces: int = 1) -> list[tuple[float, float]]:
+    found = []
+    for step in steps:
+        optimizer.zero_grad()
+        mean, given = torch.zeros(()), words(optimizer.comm.rank, step).chunk(pieces)
+        for number, piece in enumerate(given):
+            loss = model(piece) / pieces
+            if number < pieces - 1:
+                with optimizer.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+            mean += loss.detach()
+        optimizer.step()
+        optimizer.comm.all_reduce(mean, "mean")
+        found.append((float(mean), optimizer.last_step.grad_norm))
+    return found
+
+
+def close(found: list[tuple[float, float]], expected: list[tuple[float, float]], tolerance: float) -> None:
+    for step, (mine, other) in enumerate(zip(found, expected, strict=True)):
+        for one, wanted in zip(mine, other, strict=True):
+            assert math.isclose(one, wanted, rel_tol=tolerance), (step, mine, other)
+
+
+def exact(mesh: DeviceMesh) -> None:
+    """ShardedOptimizer with clipping against torch's AdamW in one process."""
+    for kind in ("bert", "gpt"):
+        expected = alone(kind, mesh["dp"].size(), 50)
+        assert any(norm > 1 for _, norm in expected)
+        for stage, sequence, pieces in ((0, False, 1), (1, kind == "gpt", 2), (2, False, 1))[: 2 + (kind == "gpt")]:
+            model = cut(make(kind), mesh["tp"], sequence)
+            options: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "bucket_bytes": 4000, "block_size": 64}
+            params = model.named_parameters() if stage else [one for _, one in model.named_parameters()]
+            optimizer = ShardedOptimizer(
+                params, torch.optim.AdamW, stage=stage, mesh=mesh["dp"], max_norm=1.0, **options
+            )
+            close(train(model, optimizer, range(50), pieces), expected, 1e-5)
+            same_replicas(mesh, model)
+            optimizer.close()
+
+
+def part(parameter: Tensor) -> Tensor:
+    """What is here of it."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def same_replicas(mesh: DeviceMesh, model: nn.Module) -> None:
+    """All replicas of a part hold the same bits, and what is not cut is the same everywhere."""
+    parts, whole = [], []
+    for one in model.parameters():
+        is_cut = isinstance(one, DTensor) and not one.placements[0].is_replicate()
+        (parts if is_cut else whole).append(part(one).reshape(-1))
+    for comm, tensors in ((mesh["dp"], parts), (mesh["dp"], whole), (mesh["tp"], whole)):
+        of_rank = Communicator.of(comm).all_gather_bytes(torch.cat(tensors).numpy().tobytes())
+        assert len(set(of_rank)) == 1
+
+
+BUILDS = {
+    "adam": lambda model, **ranks: thinwire.OneBitAdam(
+        model.named_parameters(), 3e-3, 10, max_norm=1.0, block_size=64, bucket_bytes=4000, **ranks
+    ),
+    "lamb": lambda model, **ranks: thinwire.OneBitLamb(
+        model.named_parameters(), 1e-2, 10, max_norm=1.0, block_size=64, bucket_bytes=4000, **ranks
+    ),
+    "zero_one": lambda model, **ranks: thinwire.ZeroOneAdam(
+        model.named_parameters(), 3e-3, 10, max_norm=1.0, block_size=64, bucket_bytes=4000, **ranks
+    ),
+}
+
+
+def compressed(mesh: DeviceMesh) -> None:
+    """1-bit optimizers against the same on whole models: as exact in the warmup, and near once frozen."""
+    for name, stage in (("adam", 0), ("adam", 2), ("lamb", 1), ("zero_one", 0)):
+        build = BUILDS[name]
+
+        made = make("gpt")
+
+        def unsplit(comm: Communicator, build: Any = build, stage: int = stage, made: nn.Module = made) -> Any:
+            model = copy.deepcopy(made)
+            return train(model, build(model, comm=comm, stage=stage), range(18))
+
+        expected = threads.run(unsplit, mesh["dp"].size())[0]
+        model = cut(make("gpt"), mesh["tp"])
+        optimizer = build(model, mesh=mesh["dp"], stage=stage)
+        found = train(model, optimizer, range(18))
+        warm = 10 if name in ("adam", "lamb") else 1
+        close(found[:warm], expected[:warm], 1e-4)
+        last, wanted = (sum(loss for loss, _ in one[-6:]) for one in (found, expected))
+        assert abs(last / wanted - 1) < 0.01, (name, stage, last, wanted)
+        same_replicas(mesh, model)
+        _skip_together(mesh, model, optimizer)
+        optimizer.close()
+
+
+def _skip_together(mesh: DeviceMesh, model: nn.Module, optimizer: Any) -> None:
+    """What is not finite in one rank's part stops the step on all ranks that hold parts."""
+    if isinstance(optimizer, thinwire.ZeroOneAdam) and optimizer.stage == 0:
+        return
+    before, skipped = optimizer.steps, optimizer.skipped_steps
+    optimizer.zero_grad()
+    weight = model.h[0].up.weight  # type: ignore[union-attr, index]
+
+    def spoil(gradient: Tensor) -> Tensor:
+        local = gradient.to_local() * (math.inf if mesh.get_local_rank("tp") == 1 else 1.0)
+        return DTensor.from_local(local, mesh["tp"], gradient.placements)  # type: ignore[attr-defined]
+
+    hook = weight.register_hook(spoil)
+    model(words(optimizer.comm.rank, 99)).backward()
+    hook.remove()
+    optimizer.step()
+    assert (optimizer.steps, optimizer.skipped_steps) == (before, skipped + 1)
+    assert optimizer.overflow
+
+
+def resume(mesh: DeviceMesh) -> None:
+    """A state_dict goes on to the bit on its own rank's part, and on no other."""
+    for name, stage in (("adam", 0), ("adam", 1), ("lamb", 0)):
+        model = cut(make("gpt"), mesh["tp"])
+        optimizer = BUILDS[name](model, mesh=mesh["dp"], stage=stage)
+        train(model, optimizer, range(14))
+        saved = through_a_file(optimizer.state_dict())
+        weights = [part(one).clone() for one in model.parameters()]
+        train(model, optimizer, range(14, 17))
+        again = cut(make("gpt"), mesh["tp"])
+        with torch.no_grad():
+            for one, value in zip(again.parameters(), weights, strict=True):
+                part(one).copy_(value)
+        other = BUILDS[name](again, mesh=mesh["dp"], stage=stage)
+        other.load_state_dict(saved)
+        train(again, other, range(14, 17))
+        for one, two in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(part(one), part(two))
+        everyone: list[Any] = [None] * mesh["tp"].size()
+        dist.all_gather_object(everyone, saved, group=mesh["tp"].get_group())
+        neighbour = everyone[1 - mesh.get_local_rank("tp")]
+        refused(ValueError, "part . of 2 of them, and this rank has part", other.load_state_dict, neighbour)
+
+
+def refusals(mesh: DeviceMesh) -> None:
+    """On every rank, by name, before anything has changed."""
+    make_cut, given = lambda: cut(make("gpt"), mesh["tp"]), {"mesh": mesh["dp"]}
+    adam, named = thinwire.OneBitAdam, lambda: make_cut().named_parameters()
+    refused(ValueError, "hold other elements than this one", adam, named())
+    refused(TypeError, "steps whole matrices", thinwire.OneBitMuon, named(), **given)
+    refused(TypeError, "DTensor: DiLoCo takes", thinwire.DiLoCo, named(), torch.optim.AdamW, **given)
+    refused(ValueError, r"model.to\(torch.bfloat16\)", adam, named(), param_dtype=torch.bfloat16, **given)
+    refused(ValueError, "model.to", ShardedOptimizer, named(), torch.optim.AdamW, param_dtype=torch.bfloat16, **given)
+    torch.manual_seed(dist.get_rank())
+    refused(ValueError, "make the model from one seed", adam, cut(GPT(), mesh["tp"]).named_parameters(), **given)
+    both = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)]))
+    refused(ValueError, "mesh of 2 dimensions", adam, [both], **given)
+    model = make_cut()
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, **given)
+    loss = model(words(0, 0))
+    loss.backward()
+    model.h[0].up.weight.grad.mul_(2)  # type: ignore[union-attr, index]
+    refused(RuntimeError, "was changed or dropped", optimizer.step)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    task, *sizes = sys.argv[1:]
+    grid = init_device_mesh("cpu", tuple(map(int, sizes)), mesh_dim_names=("dp", "tp"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        {"exact": exact, "compressed": compressed, "resume": resume, "refusals": refusals}[task](grid)
+    dist.barrier()
+    dist.destroy_process_group()
