@@ -48,13 +48,13 @@ def converge(folder: Path, *arguments: str) -> None:
 
 def test_convergence_writes_every_curve_and_findings_of_all_seeds(tmp_path: Path) -> None:
     ours = ["onebit-adam", "zero-one-adam"]
-    converge(tmp_path, "--seeds", "2", "--steps", "21", "--optimizer", *ours)
+    converge(tmp_path, "--seeds", "2", "--steps", "9", "--optimizer", *ours)
     digits = written(tmp_path, "convergence")["tasks"]["digits"]
     assert digits["runs"].keys() == {*ours, *(PARENTS[name] for name in ours)}
     for runs in digits["runs"].values():
         assert [run["seed"] for run in runs] == [0, 1]
         assert all(run["curve"]["losses"][-1] < run["curve"]["losses"][0] for run in runs)
-    assert digits["runs"]["onebit-adam"][0]["frozen_at"] == 7, "stages are in proportion to the steps"
+    assert digits["runs"]["onebit-adam"][0]["frozen_at"] == 3, "stages are in proportion to the steps"
     losses = [run["final_loss"] for run in digits["runs"]["adamw"]]
     assert losses[0] != losses[1]
     assert digits["findings"]["onebit-adam"]["exact_loss"] == pytest.approx(sum(losses) / 2)

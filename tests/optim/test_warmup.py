@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tests.launching import on_threads
 from tests.optim.subject import FREEZE, SUBJECTS, Subject
 from tests.optim.training import make_model, train
+from tests.pairwise import pairwise
 from tests.zero.saved import join, save
 from thinwire.comm import Communicator, threads
 from thinwire.compress.codecs import make_codec
@@ -122,8 +123,7 @@ class RoundedAverage:
         return rounded
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 4), (2, 3)])
-@pytest.mark.parametrize("wire", ["int8", "int4"])
+@pytest.mark.parametrize(("wire", "stage", "ranks"), pairwise(["int8", "int4"], [0, 1, 2], [1, 3, 4]))
 def test_a_rounded_warmup_is_adam_on_what_came_back(wire: CodecName, stage: int, ranks: int) -> None:
     """Clipped by the norm of that, and with a loss scale that changes, which residuals follow. At stages 1 and 2 owners
     step by what came to them, and weights come back."""

@@ -59,8 +59,7 @@ def test_equals_the_algorithm_in_float64_over_100_steps(world_size, compress, op
             assert np.linalg.norm(mine - wanted) <= 1e-4 * np.linalg.norm(wanted - begin)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_rank_has_the_same_bits_although_their_norms_differ(world_size, monkeypatch) -> None:
+def test_every_rank_has_the_same_bits_although_their_norms_differ(monkeypatch) -> None:
     exact = lamb.square_norms
 
     def like_other_hardware(tensors):
@@ -74,7 +73,7 @@ def test_every_rank_has_the_same_bits_although_their_norms_differ(world_size, mo
         losses = train(model, optimizer, range(60))
         return weights(model), optimizer.get_lamb_coeffs(), np.mean(losses[-10:]) < np.mean(losses[:10])
 
-    first, *others = threads.run(rank, world_size)
+    first, *others = threads.run(rank, 3)
     assert first[2]
     for other in others:
         assert torch.equal(other[0], first[0])
