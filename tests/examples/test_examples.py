@@ -65,6 +65,15 @@ def test_layer_drop(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.launch
+def test_tensor_parallel(jobs: Jobs) -> None:
+    done = jobs.torchrun(4, str(EXAMPLES / "tensor_parallel.py"), "--steps", "40")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *_, last = [line.split() for line in done.stdout.splitlines() if line.startswith("step")]
+    assert float(last[3]) < float(first[3])
+    assert last[-1] == "bit"
+
+
+@pytest.mark.launch
 def test_accelerate_loop(jobs: Jobs) -> None:
     """On one process, where Accelerate has nothing to wrap."""
     pytest.importorskip("accelerate")

@@ -25,7 +25,6 @@ __all__ = [
     "Work",
     "detect",
     "init",
-    "join",
     "threads",
 ]
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from thinwire.comm.communicator import Communicator
     from thinwire.comm.elastic import Elastic, MembershipError
     from thinwire.comm.errors import CommunicationError, CommunicationTimeout
-    from thinwire.comm.launch import init, join
+    from thinwire.comm.launch import init
     from thinwire.comm.launchers import Launch, detect
     from thinwire.comm.mpi_backend import MPICommunicator
     from thinwire.comm.operation_log import LoggedCommunicator, OperationLog, OperationStatistics

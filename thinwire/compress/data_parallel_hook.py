@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire import comm as communication
 from thinwire.comm.agreement import check_same_on_every_rank, on_every_rank
 from thinwire.comm.errors import first_fault
+from thinwire.comm.launch import join
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.exchange import Exchange, bring_headers
 from thinwire.compress.kernels.loading import compiled_backend
@@ -68,7 +69,7 @@ class CompressionState:
     ) -> None:
         if start_step < 0:
             raise ValueError(f"start_step must be at least 0, got {start_step}")
-        self.comm = communication.join(comm, mesh).duplicate()
+        self.comm = join(comm, mesh).duplicate()
         self.step = 0
         self._exact_steps = start_step
         self._buckets_are_final = False

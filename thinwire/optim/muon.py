@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import Nodes
+from thinwire.comm.launch import join
 from thinwire.compress.packet_layout import LOW_RANK, BlockCodecName
 from thinwire.optim.exact import ExactOptimizer, check_betas, check_not_negative
 from thinwire.optim.optimizer import SavingsReport
@@ -285,7 +285,7 @@ class OneBitMuon(ShardedOptimizer):
         resync_interval: int = 100,
         averaging: Averaging = PLAIN_AVERAGING,
     ) -> None:
-        comm = communication.join(comm, mesh, comm_backend_name)
+        comm = join(comm, mesh, comm_backend_name)
         named = None if named_parameters is None else list(named_parameters)
         mark_matrices(named or ())
         rates: dict[str, Any] = {"lr": lr, "muon_lr": muon_lr, "adam_lr": adam_lr, "weight_decay": weight_decay}

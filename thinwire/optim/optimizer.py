@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import check_same_on_every_rank, raise_together
+from thinwire.comm.launch import join
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.kernels.loading import compiled_backend, prepare_kernels, wait_for_kernels
 from thinwire.optim.algorithm import Algorithm, FreezeStep, LocalSteps
@@ -209,7 +209,7 @@ class CompressedOptimizer(SynchronizedOptimizer):
                 recipe.check_group(group)
         except (ValueError, TypeError) as raised:
             error = raised
-        self.comm = communication.join(chosen.comm, chosen.mesh, chosen.comm_backend_name)
+        self.comm = join(chosen.comm, chosen.mesh, chosen.comm_backend_name)
         raise_together(self.comm, error, "build its optimizer")
         check_same_kind(self.comm, name, chosen.stage)
         self.stage = chosen.stage

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from thinwire.comm import Communicator, join
+from thinwire.comm import Communicator
 from thinwire.comm.agreement import Nodes, raise_together
+from thinwire.comm.launch import join
 from thinwire.compress.packet_layout import CodecName
 from thinwire.zero import rounded
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, model_state_formula
@@ -171,10 +172,9 @@ class ShardedOptimizer(SynchronizedOptimizer):
         offload, pin_memory: keep master weights, page-locked, and state in CPU memory, for parameters on a GPU.
         averaging: the dtypes in which gradients add up and travel, division before they are summed, and sums in place
             of means; by default none of it.
-        codec: round what is sent, with error feedback: gradients through `int4`, `int8`, `fp8`, `stat2` or `sign1`,
-            and at stages 1 and 2 new weights as differences against what every rank holds, in 8 bits or, of a pair,
-            through its second codec. Replicas have the same bits; master weights may be ahead of them. Gradients leave
-            once a step, at stage 2 too. None sends both exactly.
+        codec: round what is sent, with error feedback: gradients through `int4`, `int8`, `fp8`, `stat2` or `sign1`, and
+            at stages 1 and 2 new weights as differences against what all ranks hold, in 8 bits or through the second
+            of a pair. Replicas are alike; master weights may be ahead. Gradients leave once a step. None: exactly.
         rest_codec, low_rank: as in OneBitMuon, for what needs no single owner, and for what does.
         nodes: with `codec`, which ranks share a node, in which gradients are added up exactly, and which sends what one
             rank would: as in OneBitAdam, but nodes must have equally many.

@@ -15,10 +15,10 @@ from torch.optim.optimizer import ParamsT
 from torch.utils.data import Sampler
 from typing_extensions import override
 
-from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks, Nodes, agree_on_nodes, check_same_on_every_rank, on_every_rank
 from thinwire.comm.elastic import Elastic
+from thinwire.comm.launch import join
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.optim.diloco.elastic_home import ElasticHome
@@ -145,7 +145,7 @@ class DiLoCo(SynchronizedOptimizer):
     ) -> None:
         if elastic is not None:
             comm, nodes = own_communicator(elastic, comm, comm_backend_name, nodes, stage), "flat"
-        self.comm = communication.join(comm, mesh, comm_backend_name)
+        self.comm = join(comm, mesh, comm_backend_name)
         self.stage, self.comes_and_goes, self.max_norm = stage, elastic is not None, max_norm or 0.0
         overlap, mix = overlap_and_mix(every, overlap, mix)
         plan: dict[str, Any] = {"every": every, "overlap": overlap, "fragments": fragments, "mix": mix, "stage": stage}
