@@ -20,6 +20,7 @@ FLOORS = {
     "comm": 1,
     "compress": 2,
     "zero": 3,
+    "parallel": 3,
     "optim": 4,
     "plan": 5,
     "engine": 6,

@@ -1,0 +1,204 @@
+"""Stages of torch's pipelines that send packets: activations forward, and their gradients back, through codecs.
+
+All that a schedule of torch's sends passes four methods of a stage, which return the operations to start. Here they put
+packets in the place of tensors; packets are read when the micro-batch that waits for them is computed."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from typing_extensions import override
+
+from thinwire.comm import TorchCommunicator
+from thinwire.comm.agreement import check_same_on_every_rank, on_every_rank, raise_together
+from thinwire.compress.codecs import Codec, make_codec
+from thinwire.compress.packet import Header, Headers, write_headers
+from thinwire.compress.packet_layout import HEADER_BYTES
+
+ActivationCodec = Literal["int8", "int4", "fp8", "bf16", "fp16", "none"]
+
+# Elements that share a scale. Activations have outliers in a few channels, which spoil what shares a scale with them:
+# at 64 int4 takes 4.5 bits an element, at 256 int8 and fp8 take 8.1.
+_BLOCK_SIZES = {"int8": 256, "int4": 64, "fp8": 256, "bf16": 64, "fp16": 64}
+
+
+def activation_codec(name: ActivationCodec | None, what: str = "activations") -> Codec | None:
+    """The codec for what travels between stages; None where tensors travel as they are.
+
+    Raises ValueError for another name; `what` says of what.
+    """
+    if name is None or name == "none":
+        return None
+    if name not in _BLOCK_SIZES:
+        raise ValueError(
+            f"{what} must be {', '.join(map(repr, _BLOCK_SIZES))}, 'none' or None, got {name!r}: codecs of one and two "
+            "bits need what they lost back at the next step, and each step has activations of other samples"
+        )
+    return make_codec(name, _BLOCK_SIZES[name])
+
+
+def takes(codec: Codec, tensor: Tensor) -> bool:
+    """Whether it travels as a packet: floating point that a packet of it is smaller than."""
+    return tensor.is_floating_point() and codec.packet_bytes(_padded(codec, tensor.numel())) < tensor.nbytes
+
+
+def pack(codec: Codec, tensor: Tensor, header: Header) -> Tensor:
+    """A packet, uint8, of a tensor of any layout, which stays as it is. What is not finite makes all that shares its
+    scale so."""
+    numel, shard = tensor.numel(), _padded(codec, tensor.numel())
+    payload = torch.empty(shard, dtype=torch.float32, device=tensor.device)
+    payload[numel:].zero_()
+    payload[:numel].view(tensor.shape).copy_(tensor)
+    packet = torch.empty(1, codec.packet_bytes(shard), dtype=torch.uint8, device=tensor.device)
+    write_headers(packet, header.pack())
+    codec.encode(payload, None, packet, numel)
+    return packet.view(-1)
+
+
+def unpack(codec: Codec, packet: Tensor, output: Tensor) -> None:
+    """Write what a packet carries into `output`, of any floating dtype and layout."""
+    numel = output.numel()
+    values = torch.empty(_padded(codec, numel), dtype=torch.float32, device=output.device)
+    codec.decode(packet.unsqueeze(0), values, numel)
+    output.detach().copy_(values[:numel].view(output.shape))  # a buffer of activations requires a gradient
+
+
+def _padded(codec: Codec, numel: int) -> int:
+    return -(-numel // codec.block_size) * codec.block_size
+
+
+class CompressedStage(PipelineStage):
+    """A stage for torch's pipelines, any schedule, that sends activations and their gradients through codecs.
+
+    It takes what `torch.distributed.pipelining.PipelineStage` takes, and beside it, alike on every rank:
+
+    activations: the codec of what goes forward, `int8` unless told otherwise: `int4` (4.5 bits an element), `fp8`,
+        `bf16`, `fp16`; `none` or None for tensors as they are.
+    gradients: of what comes back.
+
+    Nothing is remembered between micro-batches. Tensors that are not floating point, and those that a packet would not
+    make smaller, travel as they are. What is not finite arrives so. Between two stages of one rank nothing travels, and
+    nothing is rounded.
+
+    Making one is collective over `group`. Raises ValueError on every rank for a codec that is none of these, or is not
+    the same on all; in the first step for a boundary that only integers pass, which no codec takes; and on its own
+    rank for a micro-batch of another shape than the first, which torch's schedules do not take either.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *others: Any,
+        activations: ActivationCodec | None = "int8",
+        gradients: ActivationCodec | None = "int8",
+        **options: Any,
+    ) -> None:
+        super().__init__(submodule, stage_index, num_stages, device, *others, **options)
+        self._comm = TorchCommunicator(self.group)
+        given = {"activations": activations, "gradients": gradients}
+        codecs = on_every_rank(
+            self._comm,
+            lambda: [activation_codec(name, what) for what, name in given.items()],
+            "make the codecs of a pipeline's stage",
+            (ValueError,),
+        )
+        check_same_on_every_rank(self._comm, [], [], given)
+        self._codecs = dict(zip(given, codecs, strict=True))
+        # What there is room for at the other end, by tensor.
+        self._shapes: dict[str, list[torch.Size]] = {}
+        self._steps = 0
+        # By micro-batch: packets on their way, and the tensors to write what they carry into.
+        self._arriving: dict[tuple[str, int], list[tuple[dist.P2POp, Header, Tensor]]] = {}
+
+    @override
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send("activations", self.stage_index, fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+
+    @override
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._receive("activations", self.stage_index - 1, fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+
+    @override
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send("gradients", self.stage_index - 1, bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+
+    @override
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._receive("gradients", self.stage_index, bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+
+    @override
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        self._read("activations", fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+
+    @override
+    def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        self._read("gradients", bwd_chunk_id)
+        return super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
+
+    @override
+    def clear_runtime_states(self) -> None:
+        self._steps += 1  # a schedule calls this as each step begins
+        self._arriving.clear()
+        super().clear_runtime_states()
+
+    @override
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Take note of what travels, which is known now: every rank comes by here, and has sent all it sends first."""
+        super()._post_metadata_inference_cleanup()
+        found = {"activations": self._stage_meta.outputs, "gradients": self._stage_meta.input_grads}
+        self._shapes = {what: [one.shape for one in metas or () if one is not None] for what, metas in found.items()}
+        dtypes = [one.dtype for one in self._stage_meta.outputs or () if one is not None and not self.is_last]
+        error = None
+        if self._codecs["activations"] and dtypes and not any(dtype.is_floating_point for dtype in dtypes):
+            error = ValueError(
+                f"stage {self.stage_index} gives the next one only {' and '.join(map(str, dtypes))}, which no codec "
+                "takes. Split the model where floating-point activations pass, or make its stages with activations=None"
+            )
+        raise_together(self._comm, error, "send a pipeline's activations in packets")
+
+    def _send(self, what: str, boundary: int, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Put packets in the place of the tensors that `ops` send."""
+        codec = self._codecs[what]
+        for number, (op, room) in enumerate(zip(ops, self._shapes.get(what, ()), strict=False)):
+            if op.tensor.shape != room:
+                raise ValueError(
+                    f"stage {self.stage_index}: of micro-batch {chunk} the {what} {number} have shape "
+                    f"{tuple(op.tensor.shape)}, and of the first one {tuple(room)}: torch's schedules take "
+                    "micro-batches of one shape. Pad the last samples, or leave them out (drop_last=True)"
+                )
+            if codec is not None and takes(codec, op.tensor):
+                op.tensor = pack(codec, op.tensor, self._header(codec, boundary, chunk, number))
+        return ops
+
+    def _receive(self, what: str, boundary: int, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Put buffers for packets in the place of those that `ops` receive into."""
+        codec = self._codecs[what]
+        waiting = self._arriving[what, chunk] = []
+        for number, op in enumerate(ops):
+            if codec is not None and takes(codec, op.tensor):
+                waiting.append((op, self._header(codec, boundary, chunk, number), op.tensor))
+                size = codec.packet_bytes(_padded(codec, op.tensor.numel()))
+                op.tensor = torch.empty(size, dtype=torch.uint8, device=op.tensor.device)
+        return ops
+
+    def _read(self, what: str, chunk: int) -> None:
+        """Write what packets of a micro-batch carry, if any came, to where torch looks for it."""
+        for op, expected, output in self._arriving.pop((what, chunk), ()):
+            if op.tensor.device.type == "cpu":  # on an accelerator the host would wait for it
+                header = op.tensor[:HEADER_BYTES].unsqueeze(0)
+                Headers(header, expected.part, [op.peer]).check(expected)
+            codec = self._codecs[what]
+            assert codec is not None
+            unpack(codec, op.tensor, output)
+
+    def _header(self, codec: Codec, boundary: int, chunk: int, number: int) -> Header:
+        """Of the packet of tensor `number` of a micro-batch."""
+        return Header(codec.identifier, codec.block_size, boundary, self._steps, part=chunk << 6 | number)
