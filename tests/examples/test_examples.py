@@ -85,6 +85,17 @@ def test_accelerate_loop(jobs: Jobs) -> None:
 
 
 @pytest.mark.launch
+def test_pipeline(jobs: Jobs) -> None:
+    """Two stages of two replicas."""
+    done = jobs.torchrun(4, str(EXAMPLES / "pipeline.py"), "--steps", "30", "--width", "16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    losses = [float(line.split()[3]) for line in lines]
+    assert losses[-1] < losses[0]
+    assert [line.split()[4] for line in lines] == ["exact", *["1"] * 5]
+
+
+@pytest.mark.launch
 def test_mpirun(jobs: Jobs, tmp_path: Path) -> None:
     mpirun = Path(sys.executable).with_name("mpirun")
     if not mpirun.exists():
