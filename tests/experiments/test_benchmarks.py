@@ -21,6 +21,7 @@ from experiments.benchmarks.kernel_peers import (
     eager_encode_as_deepspeed,
 )
 from experiments.benchmarks.machine_code import Compiler, Program, disassemble, find_tool, resources
+from experiments.convergence import pipeline_codecs
 from tests.compiled import compiled
 from tests.experiments.helpers import written
 from tests.launching import Jobs
@@ -156,6 +157,20 @@ def test_codec_errors_write_numbers(tmp_path: Path) -> None:
         lost = {(one["codec"], one["block_size"]): one["lost"][values] for one in found}
         assert lost["sign1", 2048] > lost["stat2", 2048] > lost["int4", 2048] > lost["int4", 256] > lost["fp8", 2048]
     assert next(one for one in found if one["block_size"] == 256)["bits"] == 4.125
+
+
+def test_pipeline_codecs_write_losses_and_keep_those_that_are_there(tmp_path: Path) -> None:
+    names = ["exact", "int4, int8", "int4 of 64 turned, int8"]
+    for _ in range(2):
+        output = tmp_path / "losses.json"
+        options = ["--steps", "1", "--output", str(output), "--contenders", *names]
+        assert pipeline_codecs.main(options) == 0
+        runs = json.loads(output.read_text())["runs"]
+        assert [(one["codecs"], one["stages"]) for one in runs] == [
+            (names[0], 1),
+            *((name, stages) for name in names[1:] for stages in (2, 4)),
+        ]
+        assert len({one["loss"] for one in runs}) == 5
 
 
 ELEMENTS, BLOCK_SIZE = 6 * 2048, 2048
