@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/pipeline.py
     torchrun --nproc-per-node 4 examples/pipeline.py
 
-Two stages, and half as many replicas as ranks. What differs from torch's own pipelines: the classes of stage and optimizer.
+Two stages, and half as many replicas as ranks. What differs from torch's own pipelines: two classes.
 """
 
 from __future__ import annotations

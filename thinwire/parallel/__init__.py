@@ -1,4 +1,4 @@
-"""Floor 3, models that lie on several ranks: stages of pipelines whose activations travel in packets."""
+"""Floor 3, models that lie on several ranks: pipelines, and stages whose activations travel in packets."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from thinwire.lazy_imports import lazy_exports
 
-__all__ = ["CompressedStage"]
+__all__ = ["CompressedStage", "Pipeline"]
 
 if TYPE_CHECKING:
     from thinwire.parallel.compressed_stage import CompressedStage
+    from thinwire.parallel.pipeline import Pipeline
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

@@ -1,0 +1,241 @@
+"""A model that lies on several ranks in stages, and trains a global batch at a time by a schedule of torch's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    ScheduleDualPipeV,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
+
+from thinwire.comm import Communicator, TorchCommunicator
+from thinwire.comm.agreement import on_every_rank
+from thinwire.parallel.compressed_stage import ActivationCodec, CompressedStage
+from thinwire.parallel.splitting import HuggingFaceStage, Split, split_model
+
+Loss = Callable[[Any, Any], Tensor]
+_STAGES_A_RANK = 2  # of schedules that take several
+_V_SHAPED = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
+
+
+class Pipeline:
+    """A model in stages over the ranks of a pipeline, each of which keeps its own.
+
+        pipeline = Pipeline(model, micro_batches=8)
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
+        loss = pipeline.train_batch(batches, optimizer)
+
+    model: a Hugging Face encoder or decoder with a loss of its own, or an nn.Sequential; the whole of it, on its
+        device, alike on every rank.
+    micro_batches: of a global batch, all of one shape.
+    mesh: with a dimension "pp" for the stages, and if there are replicas of them "dp"; None: all ranks are stages.
+    schedule: a name that torch's `get_schedule_class` knows. Those that take several stages a rank get two.
+    split: `parameters`, so that the largest stage is as small as can be, or the names of the blocks that stages but the
+        first begin with.
+    loss_fn: of the outputs of an nn.Sequential and the batch's targets.
+    activations, gradients: as `CompressedStage` takes them; tensors travel as they are unless told otherwise.
+
+    Collective to make. Weights that stages share (tied embeddings) begin as the first of these has them, and their
+    gradients are added up. Raises ValueError, on every rank, for a model that cannot be split.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        micro_batches: int,
+        *,
+        mesh: DeviceMesh | None = None,
+        schedule: str = "1F1B",
+        split: Split = "parameters",
+        loss_fn: Loss | None = None,
+        activations: ActivationCodec | None = None,
+        gradients: ActivationCodec | None = None,
+    ) -> None:
+        named = {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+        group = named["pp"] if mesh is not None else None
+        self.comm: Communicator = TorchCommunicator(group)
+        self._replicas = TorchCommunicator(named["dp"]) if "dp" in named else None
+        self.micro_batches = micro_batches
+        self._read_batch = _from_tuples if isinstance(model, nn.Sequential) else _from_mappings
+        self._loss_fn: Loss = loss_fn or _loss_of_model
+        device = next(model.parameters()).device
+
+        def prepare() -> tuple[Any, list[list[int]], list[nn.Module]]:
+            if isinstance(model, nn.Sequential) and loss_fn is None:
+                raise ValueError("an nn.Sequential has no loss of its own: give loss_fn")
+            kind = get_schedule_class(schedule)
+            places = _places(kind, self.comm.size)
+            return kind, places, split_model(model, sum(map(len, places)), split)
+
+        kind, places, parts = on_every_rank(self.comm, prepare, "split the model into stages", (ValueError,))
+        mine = places[self.comm.rank]
+        self.modules = nn.ModuleDict({str(number): parts[number] for number in mine})
+        self._ties = self._tie([[parts[number] for number in of_rank] for of_rank in places])
+        options: dict[str, Any] = {"group": group, "activations": activations, "gradients": gradients}
+        stages = [CompressedStage(parts[number], number, len(parts), device, **options) for number in mine]
+        self._first, self._last = 0 in mine, len(parts) - 1 in mine
+        self._last_rank = next(rank for rank, of_rank in enumerate(places) if len(parts) - 1 in of_rank)
+        # A gradient that two stages of a rank share must be scaled once: the loss is, instead.
+        one_or_all: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+        self._schedule = kind(one_or_all, micro_batches, loss_fn=self._loss, scale_grads=False)
+        self._expected: tuple[Any, ...] = ()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of this rank's stages, under the names that the whole model has for them."""
+        seen: set[int] = set()
+        for part in self.modules.values():
+            for name, parameter in (part.model if isinstance(part, HuggingFaceStage) else part).named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of this rank's stages."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def train_batch(self, batches: Iterator[Any], optimizer: Any = None, *, max_norm: float | None = None) -> Tensor:
+        """Train on the next micro-batches, alike on every rank of a pipeline, and return their mean loss on every rank.
+
+        batches: gives a micro-batch a time: names and tensors for a Hugging Face model, inputs and targets for an
+            nn.Sequential.
+        optimizer: takes its step, and lets gradients go; None leaves both to the caller. Where it has `no_sync`,
+            gradients leave for the replicas once the last micro-batch is done.
+        max_norm: of the gradients of all stages together; for optimizers that do not clip by themselves.
+
+        Raises StopIteration where no micro-batch is left, and ValueError, on every rank, where one is amiss.
+        """
+        waiting = optimizer.no_sync() if hasattr(optimizer, "no_sync") else contextlib.nullcontext()
+        with waiting:
+            loss = self._run(self._schedule.step, batches)
+            for comm, parameter, _ in self._ties:
+                if parameter.grad is not None:
+                    comm.all_reduce(parameter.grad)
+        if max_norm is not None:
+            self.clip_grad_norm_(max_norm)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    @torch.no_grad()
+    def eval_batch(self, batches: Iterator[Any]) -> Tensor:
+        """The mean loss of the next micro-batches on every rank; nothing is trained. Modules stay in their mode.
+
+        Raises RuntimeError for schedules in a V, ZBVZeroBubble and DualPipeV, whose evaluation torch lacks.
+        """
+        if isinstance(self._schedule, _V_SHAPED):
+            raise RuntimeError(f"torch's {type(self._schedule).__name__} cannot evaluate: take another schedule")
+        return self._run(self._schedule.eval, batches)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale gradients, in place, to a norm over all stages of at most `max_norm`, and return what it was.
+        Collective."""
+        counted = {id(parameter) for _, parameter, counts in self._ties if not counts}
+        gradients = [one.grad for one in self.parameters() if one.grad is not None and id(one) not in counted]
+        total = torch.nn.utils.get_total_norm(gradients).float().square()
+        self.comm.all_reduce(total)
+        norm = total.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        return norm
+
+    def _run(self, schedule: Callable[..., Any], batches: Iterator[Any]) -> Tensor:
+        first, others, target = on_every_rank(
+            self.comm, lambda: self._next(batches), "read micro-batches", (ValueError, StopIteration)
+        )
+        losses: list[Tensor] = []
+        schedule(
+            *([first] if self._first else ()),
+            target=target if self._last else None,
+            losses=losses,
+            return_outputs=False,
+            **others,
+        )
+        loss = torch.stack(losses).sum().detach().float() if self._last else torch.zeros((), device=first.device)
+        self.comm.broadcast(loss, root=self._last_rank)
+        if self._replicas is not None:
+            self._replicas.all_reduce(loss, "mean")
+        return loss
+
+    def _next(self, batches: Iterator[Any]) -> tuple[Tensor, dict[str, Any], Tensor]:
+        """A global batch: the first stage's input, what every stage gets, and targets."""
+        if not hasattr(batches, "__next__"):
+            raise ValueError(f"batches must be an iterator, not a {type(batches).__name__}: give iter(...) of it")
+        read = [self._read_batch(batch) for _, batch in zip(range(self.micro_batches), batches, strict=False)]
+        if not read:
+            raise StopIteration
+        if len(read) < self.micro_batches:
+            raise ValueError(
+                f"only {len(read)} micro-batches were left, and a global batch takes {self.micro_batches}: leave the "
+                "last ones out, or begin anew"
+            )
+        # Torch finds shapes out in a first step, and anew where training and evaluation take turns.
+        mode = torch.is_grad_enabled()
+        shapes = [(mode, {name: (tuple(one.shape), one.dtype) for name, one in batch.items()}) for batch in read]
+        if not self._expected or self._expected[0] != mode:
+            self._expected = shapes[0]
+        for number, shape in enumerate(shapes):
+            if shape != self._expected:
+                raise ValueError(
+                    f"micro-batch {number} is {shape[1]} and the first one was {self._expected[1]}: torch's schedules "
+                    "take micro-batches of one shape. Pad samples, and leave the last ones out (drop_last=True)"
+                )
+        whole = {name: torch.cat([batch[name] for batch in read]) for name in read[0]}
+        target = whole.pop("target") if "target" in whole else whole["labels"]
+        return whole.pop("input"), whole, target
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        return self._loss_fn(output, target) / self.micro_batches
+
+    def _tie(self, parts: list[list[nn.Module]]) -> list[tuple[Communicator, nn.Parameter, bool]]:
+        """Parameters that other ranks have too: a communicator over those who do, and if this one counts their norm."""
+        held = [{id(one): one for part in of_rank for one in part.parameters()} for of_rank in parts]
+        ties = []
+        for key in dict.fromkeys(key for of_rank in held for key in of_rank):
+            ranks = [rank for rank, of_rank in enumerate(held) if key in of_rank]
+            if len(ranks) > 1:
+                comm = self.comm.split(0 if self.comm.rank in ranks else None)
+                if comm is not None:
+                    parameter = held[self.comm.rank][key]
+                    comm.broadcast(parameter.data, root=0)
+                    ties.append((comm, parameter, ranks[0] == self.comm.rank))
+        return ties
+
+
+def _places(kind: type, ranks: int) -> list[list[int]]:
+    """The numbers of each rank's stages."""
+    if not issubclass(kind, PipelineScheduleMulti):
+        return [[rank] for rank in range(ranks)]
+    if issubclass(kind, _V_SHAPED):
+        return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
+    return [[rank + ranks * turn for turn in range(_STAGES_A_RANK)] for rank in range(ranks)]
+
+
+def _loss_of_model(output: Tensor, target: Tensor) -> Tensor:
+    """A Hugging Face model has found it."""
+    return output
+
+
+def _from_mappings(batch: Any) -> dict[str, Tensor]:
+    if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= {*batch}:
+        raise ValueError(
+            "a micro-batch for a Hugging Face model has input_ids and labels, and whatever else it takes, by name; got "
+            f"{sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__}"
+        )
+    return {"input" if name == "input_ids" else name: one for name, one in batch.items()}
+
+
+def _from_tuples(batch: Any) -> dict[str, Tensor]:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise ValueError(
+            f"a micro-batch for an nn.Sequential is a pair, inputs and targets; got {type(batch).__name__}"
+        )
+    return {"input": batch[0], "target": batch[1]}

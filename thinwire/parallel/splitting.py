@@ -1,0 +1,182 @@
+"""A model in stages: each is the model's own module tree, with the same parameters under the same names, without the
+blocks of other stages, and with what comes before the first block or after the last one left out where it is not due.
+So the forward of a Hugging Face model goes on doing what it did, masks and losses included."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Split = Literal["parameters"] | Sequence[str]
+
+
+class _Passed(nn.Module):
+    """In the place of a module that another stage has: gives back what came in."""
+
+    def forward(self, *given: Any, **options: Any) -> Any:
+        return options["inputs_embeds"] if "inputs_embeds" in options else given[0]
+
+
+class _Nothing(nn.Module):
+    """In the place of an embedding that the first stage has added."""
+
+    def forward(self, index: Tensor, *given: Any, **options: Any) -> Tensor:
+        return torch.zeros((), device=index.device)
+
+
+class HuggingFaceStage(nn.Module):
+    """A stage of a Hugging Face model: takes `input_ids`, or what the stage before gives, and the batch's other entries
+    by name; gives hidden states, or the last one the loss, if there are labels."""
+
+    def __init__(self, model: nn.Module, first: bool, last: bool) -> None:
+        super().__init__()
+        self.model, self.first, self.last = model, first, last
+
+    def forward(self, given: Tensor, **batch: Any) -> Tensor:
+        """Run the blocks of this stage."""
+        batch["input_ids" if self.first else "inputs_embeds"] = given
+        if not self.last:
+            batch.pop("labels", None)
+        output: Tensor = self.model(**batch, return_dict=False)[0]
+        return output.clone() if output._is_view() else output  # zero-bubble schedules detach outputs, in place
+
+
+def split_model(model: nn.Module, stages: int, split: Split) -> list[nn.Module]:
+    """The modules of `stages` stages, which share the parameters of `model`, each under its name there.
+
+    A Hugging Face model is cut between its blocks, an nn.Sequential between its modules, into stages whose largest has
+    as few parameters as can be, or where `split` names what the second stage, the third, ... begin with.
+
+    Raises ValueError for what cannot be split.
+    """
+    path = _blocks(model)
+    at = model.get_submodule(path)
+    names, prefix = [*at._modules], f"{path}." if path else ""
+    if any(isinstance(one, nn.modules.batchnorm._BatchNorm) and one.track_running_stats for one in model.modules()):
+        raise ValueError(
+            "the model has a BatchNorm with running statistics, which micro-batches and the run by which torch finds "
+            "shapes would both change: use GroupNorm or LayerNorm, or track_running_stats=False"
+        )
+    if stages > len(names):
+        where = f" in {path}" if path else ""
+        raise ValueError(f"{type(model).__name__} has {len(names)} blocks{where}, too few for {stages} stages")
+    if split == "parameters":
+        cuts = _balanced([_numel(block) for block in at.children()], *_ends(model, path), stages)
+    else:
+        known = {prefix + name: number for number, name in enumerate(names)}
+        if strange := [name for name in split if name not in known]:
+            raise ValueError(f"no stage can begin with {strange[0]!r}: blocks are {', '.join(known)}")
+        cuts = [known[name] for name in split]
+        if len(cuts) != stages - 1 or sorted({*cuts} - {0}) != cuts:
+            raise ValueError(
+                f"split must name the first blocks of the other {stages - 1} of {stages} stages, in order, not "
+                f"{list(split)}"
+            )
+    parts = [
+        _stage(model, path, names[begin:end], number == 0, number == stages - 1)
+        for number, (begin, end) in enumerate(itertools.pairwise([0, *cuts, len(names)]))
+    ]
+    for number, part in enumerate(parts):
+        if not any(True for _ in part.parameters()):
+            raise ValueError(f"stage {number} of {stages} has no parameters: give it other blocks by split=[names]")
+    if not isinstance(model, nn.Sequential):
+        _check(model, parts)
+    return parts
+
+
+def _blocks(model: nn.Module) -> str:
+    """Where the list of the model's blocks lies; empty for an nn.Sequential."""
+    if isinstance(model, nn.Sequential):
+        return ""
+    lists = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.ModuleList)]
+    if not lists or "inputs_embeds" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"{type(model).__name__} cannot be split: a Hugging Face encoder or decoder (a list of blocks, and a "
+            "forward that takes inputs_embeds) or an nn.Sequential can. Build torch's stages by hand for others"
+        )
+    path: str = max(lists, key=lambda found: _numel(found[1]))[0]
+    return path
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _beside(model: nn.Module, path: str) -> Iterator[tuple[nn.Module, str, bool]]:
+    """Modules that are not on the way to the blocks: their parent, their name there, and if they come before."""
+    for part in path.split(".") if path else ():
+        before = True
+        for name, _ in list(model.named_children()):
+            if name == part:
+                before = False
+            else:
+                yield model, name, before
+        model = model.get_submodule(part)
+
+
+def _ends(model: nn.Module, path: str) -> tuple[int, int]:
+    """Parameters before and after the blocks."""
+    found = [0, 0]
+    for parent, name, before in _beside(model, path):
+        found[not before] += _numel(parent.get_submodule(name))
+    return found[0], found[1]
+
+
+def _balanced(sizes: list[int], before: int, after: int, stages: int) -> list[int]:
+    """The numbers of the blocks that stages but the first begin with."""
+    sizes = [sizes[0] + before, *sizes[1:]]
+    sizes[-1] += after
+    total = [0, *itertools.accumulate(sizes)]
+    # best[end]: the largest stage, and the cuts, of the first blocks in so many stages as were looked at.
+    best = {end: (total[end], [0]) for end in range(1, len(total))}
+    for stage in range(1, stages):
+        best = {
+            end: min((max(best[cut][0], total[end] - total[cut]), [*best[cut][1], cut]) for cut in range(stage, end))
+            for end in range(stage + 1, len(total))
+        }
+    return best[len(sizes)][1][1:]
+
+
+def _stage(model: nn.Module, path: str, kept: Sequence[str], first: bool, last: bool) -> nn.Module:
+    part: nn.Module = copy.deepcopy(model, {id(one): one for one in model.parameters()})
+    blocks = part.get_submodule(path)
+    for name in [*blocks._modules]:
+        if name not in kept:
+            del blocks._modules[name]
+    if isinstance(model, nn.Sequential):
+        return part
+    for parent, name, before in _beside(part, path):
+        module = parent.get_submodule(name)
+        if before and not first:
+            setattr(parent, name, _Nothing() if isinstance(module, nn.Embedding) else _Passed())
+        elif not before and not last and (_numel(module) or isinstance(module, nn.Dropout)):
+            setattr(parent, name, _Passed())
+    part.config.use_cache = False  # type: ignore[union-attr]
+    return HuggingFaceStage(part, first, last)
+
+
+@torch.no_grad()
+def _check(model: nn.Module, parts: Sequence[nn.Module]) -> None:
+    """Raise ValueError unless the stages, one after the other, do to a few tokens what the model does."""
+    modes = [(module, module.training) for whole in (model, *parts) for module in whole.modules()]
+    tokens = torch.arange(8, device=next(model.parameters()).device).unsqueeze(0)
+    mask = (tokens != 7).long()
+    try:
+        hidden = tokens
+        for part in parts:
+            hidden = part.eval()(hidden, attention_mask=mask)
+        expected = model.eval()(input_ids=tokens, attention_mask=mask, return_dict=False)[0]
+        alike = torch.equal(hidden, expected)
+    except Exception as error:
+        raise ValueError(f"{type(model).__name__} cannot be split: its stages do not run ({error})") from error
+    finally:
+        for module, training in modes:
+            module.training = training
+    if not alike:
+        raise ValueError(f"{type(model).__name__} cannot be split: its stages do not compute what it does")
