@@ -123,6 +123,7 @@ def test_saved_and_loaded_again_and_again(tmp_path: Path) -> None:
     sparse = logits(sparsify(model, layout), inputs)
     for _ in range(2):
         model.save_pretrained(tmp_path)
+        assert "register_with_transformers()" in (tmp_path / "config.json").read_text()
         model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
         assert torch.equal(logits(model, inputs), sparse)
     assert torch.equal(logits(sparsify(model), inputs), sparse)

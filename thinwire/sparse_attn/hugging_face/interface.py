@@ -21,13 +21,14 @@ from thinwire.sparse_attn.layouts.named import Custom
 
 _SECTION = "thinwire_sparse_attention"
 _IMPLEMENTATION = "attn_implementation"
+_TO_LOAD = "call thinwire.sparse_attn.register_with_transformers() before from_pretrained"
 
 
 def _keep_layout(config: Any, layout: Layout, dense: str) -> None:
     """Write `layout` into `config`, and what the model attended with before. A `Custom` layout is not written: the
     model is then refused when it attends, until `sparsify` gives it one."""
     setattr(config, _IMPLEMENTATION, _NAME)
-    section: dict[str, Any] = {"dense_attention": dense}
+    section: dict[str, Any] = {"to_load": _TO_LOAD, "dense_attention": dense}
     if not isinstance(layout, Custom):
         section |= {"num_heads": layout.num_heads, "layout": layout_to_config(layout)}
     setattr(config, _SECTION, section)
