@@ -20,9 +20,7 @@ _RATES = (50, 100, 200, 500, 1000, 2000, 5000, 10000)
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Reads and checks the command line; raises `InputError` for what cannot be used."""
-    parser = Parser(
-        "experiments.ethernet", "Races DDP, PowerSGD and thinwire over links of different rates.", "about half an hour"
-    )
+    parser = Parser("experiments.ethernet", "Races DDP, PowerSGD and thinwire over slow links.", "about half an hour")
     parser.add_argument("--hosts", type=positive, default=4, metavar="N", help="network namespaces to make")
     parser.add_argument("--ranks-a-host", type=positive, default=1, metavar="N", help="processes on each")
     parser.add_argument("--model", choices=tuple(SIZES), default="mini", help="which BERT")
