@@ -164,11 +164,11 @@ def flags_on_device(headers: Tensor, expected: bytes) -> Tensor:
 
 @dataclass(frozen=True)
 class Headers:
-    """What came before the packets of one part's leg, uint8 [packets, 16], and their senders."""
+    """What came before the packets of one part's leg, uint8 [packets, 16], and their senders, if not ranks 0, 1, ..."""
 
     raw: Tensor
     part: int
-    senders: Sequence[int]
+    senders: Sequence[int] = range(1 << 31)
 
     def check(self, expected: Header) -> Flags:
         """All flags together; waits for the device where the headers are on one.
