@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests.compiled import compile_kernels_once
-from tests.launching import Jobs
+from tests.launching import Jobs, one_core
 from tests.warm_python import WarmPython
+from thinwire.comm import threads
 
 if importlib.util.find_spec("hypothesis") is not None:  # a GPU's machine may have none
     from hypothesis import settings
@@ -34,6 +35,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def _one_thread() -> None:
     torch.set_num_threads(1)
     compile_kernels_once()
+    run = threads.run
+
+    def run_on_one_core(*arguments: Any, **options: Any) -> Any:
+        with one_core():
+            return run(*arguments, **options)
+
+    threads.run = run_on_one_core
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,7 +6,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,22 @@ def on_threads(size: int | str) -> Callable[[Callable[..., object]], Callable[..
         return test
 
     return decorate
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """The core that this thread is on, for it and the threads that it starts: ranks hand the interpreter to each other
+    at every collective."""
+    stat = Path("/proc/thread-self/stat")
+    if not hasattr(os, "sched_setaffinity") or not stat.exists():
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {int(stat.read_text().rpartition(")")[2].split()[36])})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def same_on_all_ranks(comm: Communicator, values: Tensor) -> bool:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
+from tests.launching import one_core
 from tests.optim.recorded.forms import FREEZE_STEP, Form
 from tests.zero.saved import Saved, save
 from thinwire.comm import Communicator, threads
@@ -69,7 +68,7 @@ class _Trace:
 def run(form: Form) -> Outcome:
     """Train as `form` says; the same on every machine with one kind of vector registers."""
     traces = [_Trace() for _ in range(form.ranks)]
-    with _one_core(), warnings.catch_warnings():
+    with one_core(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # steps that overflow say so
         if form.resumed:
             saved = threads.run(lambda comm: _train(form, comm, traces[comm.rank], 0, _SAVED_AT), form.ranks)
@@ -163,20 +162,6 @@ class _Rank:
             self.optimizer.loss_scale = 2.0 ** (17 if step in _OVERFLOWS else 10 + step // 40)
             return self.optimizer.loss_scale
         return 1.0
-
-
-@contextmanager
-def _one_core() -> Iterator[None]:
-    """Ranks hand the interpreter to each other at every collective: on one core that takes half the time."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
 
 
 class _Model(nn.Module):
