@@ -14,9 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from thinwire.optim.settings import WarmupWire
-from thinwire.zero.rank_checks import NormSketch, TensorParallel, clip_of_norm
+from thinwire.zero.rank_checks import NormSketch, clip_of_norm
 from thinwire.zero.saved_state import Count, Counters, Positive
 from thinwire.zero.sharded_home import settings_digest
+from thinwire.zero.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from thinwire.comm import Communicator
 from thinwire.zero.backward import BackwardWatcher
-from thinwire.zero.rank_checks import TensorParallel
 from thinwire.zero.saved_state import Counters, SavedSlice, SliceSource, check_weights
+from thinwire.zero.tensor_parallel import TensorParallel
 
 _ATTRIBUTE = "_thinwire_state"
 

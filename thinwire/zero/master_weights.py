@@ -18,8 +18,9 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks, check_same_on_every_rank, link_nodes, on_every_rank
 from thinwire.zero.bucket_layout import BucketLayout, Slot
 from thinwire.zero.placement import Placement, Sharding, WeightGate
-from thinwire.zero.rank_checks import TensorParallel, broadcast_from_rank_0
+from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.saved_state import SavedSlice, SliceSource, read_weight
+from thinwire.zero.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -283,9 +284,7 @@ class ShardedParameters:
         optimizer: str,
         settings: Mapping[str, Any],
     ) -> None:
-        self.comm = comm
-        self.groups = groups
-        self.sharding = sharding
+        self.comm, self.groups, self.sharding = comm, groups, sharding
         place = partial(Placement.checked, groups, named_parameters, optimizer, sharding)
         self.order = on_every_rank(comm, place, "build its optimizer", (ValueError, TypeError))
         compared = {**sharding.compared(), "names": self.names, **settings}

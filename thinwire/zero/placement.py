@@ -16,7 +16,7 @@ from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import CODE_BITS, CodecName, scale_block
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, BucketLayout, partition, partition_whole
 from thinwire.zero.rank_checks import check_parameters
-from thinwire.zero.training_loops import LocalPart, is_cut, local_part
+from thinwire.zero.tensor_parallel import LocalPart, is_cut, local_part
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

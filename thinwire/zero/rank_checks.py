@@ -1,5 +1,5 @@
 """Checks that ranks agree: on the optimizer at construction, on the gradients that a step lacks, on replicas of the
-weights; the ranks that hold other parts of the same parameters; and norms over all of them."""
+weights; and norms over all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import check_same_on_every_rank, raise_together
 from thinwire.zero.gradient_seal import gradient_of
-from thinwire.zero.training_loops import LocalPart, is_cut
+from thinwire.zero.tensor_parallel import TensorParallel, checksum
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -76,7 +76,7 @@ def compare_replicas(
 
     `replicas`: weights in the parameters' dtype. `source`: what they will be repaired from.
     """
-    mine = b"".join(_checksum(one).to_bytes(8, "little") for one in replicas)
+    mine = b"".join(checksum(one).to_bytes(8, "little") for one in replicas)
     of_rank = comm.all_gather_bytes(mine, "compare the weights")
     drifted = [rank for rank, other in zip(comm.global_ranks, of_rank, strict=True) if other != of_rank[0]]
     if drifted:
@@ -95,22 +95,6 @@ def _report(
         raise ReplicaDriftError(message)
     if comm.rank == 0:
         warnings.warn(f"{message}. They were repaired from {source}", RuntimeWarning, stacklevel=6)
-
-
-_AT_ONCE = 1 << 20
-_ODD = 0x5851F42D4C957F2D
-
-
-@torch.no_grad()
-def _checksum(weights: Tensor) -> int:
-    """A number that differs, but for chance, where a single bit does."""
-    bits = weights.detach().reshape(-1).view(torch.int32 if weights.dtype == torch.float32 else torch.int16)
-    total = 0
-    for first in range(0, bits.numel(), _AT_ONCE):
-        run = bits[first : first + _AT_ONCE].to(torch.int64)
-        places = torch.arange(first + 1, first + 1 + run.numel(), device=run.device)
-        total += int((run * (places * _ODD)).sum())
-    return total % (1 << 64)
 
 
 # Gradients of a step
@@ -210,70 +194,6 @@ def _has_gradient(parameter: Tensor) -> bool:
     """Whether there is one that is not all zeros, as DDP and `zero_grad(set_to_none=False)` leave behind."""
     gradient = gradient_of(parameter)
     return gradient is not None and bool(torch.count_nonzero(gradient))
-
-
-# Parameters of which other ranks hold other parts
-
-
-class TensorParallel:
-    """The ranks over which tensor parallelism has cut an optimizer's parameters: all step alike, and what they add up
-    over parameters, they add up over their parts. Those that are whole on all of them, DTensors or not, count once.
-
-    `comm`: these ranks. `place`: this one's number among so many.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-        self.place = [comm.rank, comm.size]
-
-    @classmethod
-    def among(cls, comm: Communicator, parameters: Sequence[Tensor]) -> TensorParallel | None:
-        """Find the ranks with which `comm`'s replicas share parameters; None if there are none. Collective.
-
-        Raises ValueError where parameters are cut over different ranks, or over those that average gradients.
-        """
-        meshes = [one.whole.device_mesh for one in parameters if isinstance(one, LocalPart)]
-        if not meshes:
-            return None
-        ranks = [mesh.mesh.tolist() for mesh in meshes]
-        if any(one != ranks[0] for one in ranks):
-            raise ValueError(f"parameters are cut over different meshes, {ranks[0]} and others: use one for the model")
-        if shared := set(ranks[0]) & set(comm.global_ranks) - {comm.global_ranks[comm.rank]}:
-            raise ValueError(
-                f"parameters are cut over ranks {ranks[0]}, and gradients would be averaged over "
-                f"{list(comm.global_ranks)}: ranks {sorted(shared)} hold other elements than this one. Say which hold "
-                'the same: mesh=mesh["dp"], of a mesh of dimensions "dp" and "tp"'
-            )
-        return cls(Communicator.of(meshes[0], comm.timeout))
-
-    def check_whole(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Raise ValueError, on all of them, unless they hold the same of what is whole. Collective."""
-        comm = self.comm
-        whole = [(name, one) for name, one in zip(names, parameters, strict=True) if not is_cut(one)]
-        mine = json.dumps([[name, list(one.shape), _checksum(one)] for name, one in whole])
-        of_rank = [json.loads(one) for one in comm.all_gather_bytes(mine.encode(), "compare what is not cut")]
-        for rank, theirs in zip(comm.global_ranks, of_rank, strict=True):
-            if theirs != of_rank[0]:
-                other = next((one for one, first in zip(theirs, of_rank[0], strict=False) if one != first), ["", []])
-                raise ValueError(
-                    f"rank {rank} and rank {comm.global_ranks[0]}, over which parameters are cut, differ in "
-                    f"parameter {other[0]!r}, shape {tuple(other[1])}, which is whole: make the model from one seed, "
-                    "or load the same weights, before it is parallelised"
-                )
-
-    def share(self, parameter: Tensor) -> float:
-        """The part of a sum over a parameter's elements that this rank counts."""
-        return 1.0 if is_cut(parameter) else 1.0 / self.comm.size
-
-    def add_up(self, sums: Tensor, device: torch.device, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """Add `sums` up over the ranks, which parameters on `device` let travel. Collective."""
-        there = sums.contiguous().to(device, copy=True)
-        self.comm.all_reduce(there, op)
-        return there.to(sums.device)
-
-    def everywhere(self, holds: bool, device: torch.device) -> bool:
-        """Whether it holds on all of them. Collective."""
-        return not bool(self.add_up(torch.tensor(float(not holds)), device))
 
 
 # What a step needs on the host

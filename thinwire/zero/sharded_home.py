@@ -20,8 +20,8 @@ from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.gradient_seal import gradient_of
 from thinwire.zero.home import Fragment, Held, Home, ParameterState, ring_bytes
 from thinwire.zero.master_weights import FlatBucket, MasterWeights, ShardedParameters, runs_in
-from thinwire.zero.rank_checks import TensorParallel
 from thinwire.zero.saved_state import SavedSlice, SliceSource
+from thinwire.zero.tensor_parallel import TensorParallel
 
 
 class BucketParameterState(ParameterState):

@@ -20,6 +20,7 @@ from thinwire.comm.errors import fork_error
 from thinwire.zero import rank_state, saved_state, training_loops
 from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, claim, refuse_other_parameters, ring_bytes
 from thinwire.zero.saved_state import SavedSlice, SliceSource
+from thinwire.zero.tensor_parallel import local_part, local_parts
 
 
 class SynchronizedOptimizer(torch.optim.Optimizer):
@@ -193,7 +194,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         ValueError, on every rank, where ranks leave out different parameters or one has a gradient already, and
         RuntimeError where the algorithm takes steps that send nothing.
         """
-        self._home.leave_out(map(training_loops.local_part, parameters))
+        self._home.leave_out(map(local_part, parameters))
 
     def end_backward(self) -> None:
         """Send what a backward has left unsent, once it is over. Collective; `step` does it if no caller did."""
@@ -209,7 +210,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         training_loops.check_holds_all(self, model)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         named = inner.named_parameters()
-        self._home.name({id(training_loops.local_part(parameter)): name for name, parameter in named})
+        self._home.name({id(local_part(parameter)): name for name, parameter in named})
         if isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, training_loops.leave_gradients_alone)
             self._attached = self._home.watcher.seal.written_back = True
@@ -219,7 +220,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank alike; they warm up and freeze on their own. Raises RuntimeError where state is
         sharded: buckets are laid out once."""
-        moved_in, param_group = hasattr(self, "_home"), training_loops.local_parts(param_group)
+        moved_in, param_group = hasattr(self, "_home"), local_parts(param_group)
         if moved_in and not self._home.elastic:
             self._home.add_parameters()
         super().add_param_group(param_group)

@@ -1,6 +1,6 @@
 """Training loops of others: who wraps the model in DistributedDataParallel, which must not send gradients that are sent
-here, who cuts parameters by tensor parallelism, who knows that a backward only adds up, and who counts the steps of a
-worker that may join late; and which thread may call, and when, after one was cut short.
+here, who knows that a backward only adds up, and who counts the steps of a worker that may join late; and which thread
+may call, and when, after one was cut short.
 
 No `from __future__ import annotations`: DDP inspects a hook's annotations, which must be the types themselves.
 """
@@ -10,7 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.zero.gradient_seal import SentGradient
+from thinwire.zero.tensor_parallel import local_part
 
 _TRAINERS = ("transformers.trainer", "lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 
@@ -193,107 +193,3 @@ def leave_gradients_alone(state: None, bucket: GradBucket) -> torch.futures.Futu
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
-
-
-# Tensor parallelism
-
-
-class LocalPart(nn.Parameter):
-    """What this rank holds of a DTensor, `whole`, for an optimizer that moves it as any other parameter.
-
-    Both have one memory, wherever it is moved, and one gradient: `grad` is the local tensor of `whole.grad`, which is
-    placed as the parameter is; that of sums over the ranks of the mesh is added up when it is first read, in backward,
-    where these come to it in one order. `is_cut`: whether other ranks hold other elements.
-    """
-
-    whole: Any  # DTensor, whose module takes a second to import
-    is_cut: bool
-    _sent: SentGradient
-
-    @staticmethod
-    def __new__(cls, whole: Any) -> Self:
-        """Take the place of the tensor that `whole` holds."""
-        made: Self = nn.Parameter.__new__(cls, whole._local_tensor, requires_grad=False)
-        made.whole, made.is_cut = whole, not whole.placements[0].is_replicate()
-        whole._local_tensor = made
-        return made
-
-    def __init__(self, whole: Any) -> None:
-        pass
-
-    @property
-    def grad(self) -> Tensor | None:
-        """What its rank has of the gradient."""
-        shown = self.whole.grad
-        if shown is None or type(shown) is SentGradient:
-            return None if shown is None else self._sent
-        if shown.placements != self.whole.placements:
-            self.whole.grad = shown = shown.redistribute(placements=self.whole.placements)
-        local: Tensor = shown._local_tensor
-        if getattr(shown, "_seen", shown._version) != shown._version:  # writes do not count in a DTensor's part
-            torch.autograd.graph.increment_version(local)
-        shown._seen = shown._version
-        return local
-
-    @grad.setter
-    def grad(self, gradient: Tensor | None) -> None:
-        if type(gradient) is SentGradient:
-            shown = SentGradient(self.whole, gradient._name)
-            shown.__dict__ = gradient.__dict__  # what is done to one is done to the other
-            self._sent, self.whole.grad = gradient, shown
-        else:
-            of_whole = type(self.whole)
-            self.whole.grad = None if gradient is None else of_whole(gradient, self.whole._spec, requires_grad=False)
-
-    @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether the parameter is trained."""
-        return bool(self.whole.requires_grad)
-
-    @property
-    def _version(self) -> int:  # type: ignore[override]
-        """Counts writes of both."""
-        return int(Tensor._version.__get__(self) + self.whole._version)  # type: ignore[attr-defined]
-
-
-def is_cut(parameter: Tensor) -> bool:
-    """Whether other ranks hold other parts of it."""
-    return isinstance(parameter, LocalPart) and parameter.is_cut
-
-
-def local_part(parameter: Tensor) -> Tensor:
-    """What an optimizer holds of a parameter: of a DTensor the part that is here, else all of it.
-
-    Raises ValueError for a DTensor that is not simply cut or replicated over one group of ranks.
-    """
-    mesh, local = getattr(parameter, "device_mesh", None), getattr(parameter, "_local_tensor", parameter)
-    if mesh is None or isinstance(local, LocalPart):
-        return local
-    (placement, *others), shape = parameter.placements, tuple(parameter.shape)  # type: ignore[attr-defined]
-    if others:
-        raise ValueError(
-            f"a parameter of shape {shape} is a DTensor over a mesh of {mesh.ndim} dimensions, {mesh}: this optimizer "
-            'takes what is parallelised over one, as by parallelize_module(model, mesh["tp"], plan)'
-        )
-    if not (placement.is_replicate() or type(placement).__name__ == "Shard"):
-        raise ValueError(f"a parameter of shape {shape} is placed as {placement}, where Shard or Replicate can be")
-    if placement.is_shard() and shape[placement.dim] < mesh.size():
-        raise ValueError(
-            f"dimension {placement.dim} of a parameter of shape {shape} is cut over {mesh.size()} ranks, some of which "
-            "hold nothing of it: leave it whole"
-        )
-    return LocalPart(parameter)
-
-
-def local_parts(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group as an optimizer holds it, `local_part` in place of each DTensor; the same if it has none."""
-    given = group["params"]
-    if isinstance(given, set):  # torch refuses it
-        return group
-    listed = [given] if isinstance(given, Tensor) else list(given)
-    parts = [(*one[:-1], local_part(one[-1])) if isinstance(one, tuple) else local_part(one) for one in listed]
-    held = [one[-1] if isinstance(one, tuple) else one for one in parts]
-    if any(isinstance(one, LocalPart) for one in held):
-        return {**group, "params": parts}
-    group["params"] = listed
-    return group

@@ -28,6 +28,7 @@ from thinwire.zero.bucket_layout import model_state_formula
 from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, ParameterState, StepResult
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import ComparisonTimes
+from thinwire.zero.tensor_parallel import TensorParallel
 
 
 class ReplicatedHome(AlgorithmHome):
@@ -162,7 +163,7 @@ class ReplicatedHome(AlgorithmHome):
         names = [self._table.known_name(one) for one in tensors]
         compared = {"names": names, **self._options.compared(), **self._recipe.compared}
         check_same_on_every_rank(self.comm, tensors, self._table.groups, compared)
-        found = rank_checks.TensorParallel.among(self.comm, tensors) if self.parts is None else self.parts
+        found = TensorParallel.among(self.comm, tensors) if self.parts is None else self.parts
         rank_checks.broadcast_from_rank_0(self.comm, tensors)
         if found is not None:
             found.check_whole(tensors, [name or "" for name in names])

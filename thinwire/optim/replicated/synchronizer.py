@@ -30,7 +30,7 @@ from thinwire.zero import BucketLayout, bucket_numel, partition
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.home import ring_bytes
 from thinwire.zero.rank_checks import NormSketch, agree_on_absent, agree_on_order, clip_coefficient, find_overflowing
-from thinwire.zero.training_loops import is_cut
+from thinwire.zero.tensor_parallel import is_cut
 
 _FP32_BYTES = 4
 
