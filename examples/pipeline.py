@@ -58,7 +58,7 @@ def main() -> None:
     stage = CompressedStage(module, index, STAGES, torch.device("cpu"), group=mesh.get_group("pp"), activations="int8")
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_of)
     freeze = max(1, arguments.steps // 5)
-    optimizer = thinwire.OneBitAdam(module.named_parameters(), comm=comm.split(index), lr=3e-3, freeze_step=freeze)
+    optimizer = thinwire.OneBitAdam(module.named_parameters(), mesh=mesh["dp"], lr=3e-3, freeze_step=freeze)
 
     text = source_text()
     draws = torch.Generator().manual_seed(replica)  # both stages of a replica draw the same samples
