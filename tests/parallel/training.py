@@ -118,13 +118,22 @@ def sequential() -> None:
 
 
 def replicas() -> None:
-    """Two stages of two replicas each, whose gradients 1-bit Adam averages, exactly as yet."""
+    """Two stages of two replicas each, whose gradients 1-bit Adam averages: exactly, then in one bit."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     pipeline, alone = Pipeline(gpt2(), MICRO_BATCHES, mesh=mesh), Alone(gpt2(), replicas=2)
-    optimizer = OneBitAdam(pipeline.named_parameters(), lr=RATE, weight_decay=0.01, freeze_step=100, mesh=mesh["dp"])
+    optimizer = OneBitAdam(pipeline.named_parameters(), lr=RATE, weight_decay=0.01, freeze_step=10, mesh=mesh["dp"])
     stream = batches(mesh.get_local_rank("dp"))
     found = [float(pipeline.train_batch(stream, optimizer)) for _ in range(10)]
     assert found == pytest.approx([alone.step() for _ in range(10)], rel=1e-5)
+    frozen = [float(pipeline.train_batch(stream, optimizer)) for _ in range(10)]
+    assert frozen == pytest.approx([alone.step() for _ in range(10)], rel=0.02)
+    assert optimizer.frozen
+    whole = comm.init()
+    tied = [one for name, one in pipeline.named_parameters() if name in ("transformer.wte.weight", "lm_head.weight")]
+    assert len(set(whole.all_gather_bytes(tied[0].detach().numpy().tobytes()))) == 1
+    refused(ValueError, "clip what each replica has", pipeline.train_batch, stream, optimizer, max_norm=1.0)
+    optimizer.max_norm = 1.0
+    refused(ValueError, "by its stage's norm alone", pipeline.train_batch, stream, optimizer)
 
 
 def refusals() -> None:

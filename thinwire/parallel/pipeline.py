@@ -109,10 +109,21 @@ class Pipeline:
             nn.Sequential.
         optimizer: takes its step, and lets gradients go; None leaves both to the caller. Where it has `no_sync`,
             gradients leave for the replicas once the last micro-batch is done.
-        max_norm: of the gradients of all stages together; for optimizers that do not clip by themselves.
+        max_norm: of the gradients of all stages together, where there are no replicas to average them over.
 
-        Raises StopIteration where no micro-batch is left, and ValueError, on every rank, where one is amiss.
+        Raises StopIteration where no micro-batch is left, and ValueError, on every rank, where one is amiss, or for an
+        optimizer that would clip by the norm of its stage alone.
         """
+        if getattr(optimizer, "max_norm", 0) and self.comm.size > 1:
+            raise ValueError(
+                f"{type(optimizer).__name__} has max_norm={optimizer.max_norm}, and would clip by its stage's norm "
+                "alone: make it without, and give max_norm to train_batch, which clips by the norm of all stages"
+            )
+        if max_norm is not None and self._replicas is not None:
+            raise ValueError(
+                f"max_norm={max_norm} would clip what each replica has, before it is averaged over the replicas: train "
+                "replicas of a pipeline without clipping"
+            )
         waiting = optimizer.no_sync() if hasattr(optimizer, "no_sync") else contextlib.nullcontext()
         with waiting:
             loss = self._run(self._schedule.step, batches)
@@ -124,6 +135,8 @@ class Pipeline:
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
+            for comm, parameter, _ in self._ties if hasattr(optimizer, "no_sync") else ():
+                comm.broadcast(parameter.data, root=0)  # codecs round the copies of a weight apart
         return loss
 
     @torch.no_grad()
