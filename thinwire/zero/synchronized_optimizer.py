@@ -46,6 +46,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     in_training: bool = True
     steps_alone: bool = False
     comes_and_goes: bool = False
+    _as_held = staticmethod(local_parts)
     _home: Home
     _saved_name: str = ""  # in checkpoints, by default the class's
 
@@ -209,8 +210,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         """
         training_loops.check_holds_all(self, model)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        named = inner.named_parameters()
-        self._home.name({id(local_part(parameter)): name for name, parameter in named})
+        self._home.name({id(local_part(one)): name for name, one in inner.named_parameters()})
         if isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, training_loops.leave_gradients_alone)
             self._attached = self._home.watcher.seal.written_back = True
@@ -220,7 +220,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank alike; they warm up and freeze on their own. Raises RuntimeError where state is
         sharded: buckets are laid out once."""
-        moved_in, param_group = hasattr(self, "_home"), local_parts(param_group)
+        moved_in, param_group = hasattr(self, "_home"), self._as_held(param_group)
         if moved_in and not self._home.elastic:
             self._home.add_parameters()
         super().add_param_group(param_group)

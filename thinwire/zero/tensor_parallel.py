@@ -78,13 +78,19 @@ def is_cut(parameter: Tensor) -> bool:
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """What an optimizer holds of a parameter: of a DTensor the part that is here, else all of it.
+    """What an optimizer that was given a parameter holds of it: of a DTensor the part that is here, else all of it."""
+    local = getattr(parameter, "_local_tensor", None)
+    return local if isinstance(local, LocalPart) else parameter
+
+
+def _part_of(parameter: Tensor) -> Tensor:
+    """The same, for an optimizer that is given it.
 
     Raises ValueError for a DTensor that is not simply cut or replicated over one group of ranks.
     """
-    mesh, local = getattr(parameter, "device_mesh", None), getattr(parameter, "_local_tensor", parameter)
-    if mesh is None or isinstance(local, LocalPart):
-        return local
+    mesh, held = getattr(parameter, "device_mesh", None), local_part(parameter)
+    if mesh is None or isinstance(held, LocalPart):
+        return held
     (placement, *others), shape = parameter.placements, tuple(parameter.shape)  # type: ignore[attr-defined]
     if others:
         raise ValueError(
@@ -102,12 +108,15 @@ def local_part(parameter: Tensor) -> Tensor:
 
 
 def local_parts(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group as an optimizer holds it, `local_part` in place of each DTensor; the same if it has none."""
+    """A parameter group as an optimizer holds it, a `LocalPart` in place of each DTensor; the same if it has none.
+
+    Raises ValueError for a DTensor that is not simply cut or replicated over one group of ranks.
+    """
     given = group["params"]
     if isinstance(given, set):  # torch refuses it
         return group
     listed = [given] if isinstance(given, Tensor) else list(given)
-    parts = [(*one[:-1], local_part(one[-1])) if isinstance(one, tuple) else local_part(one) for one in listed]
+    parts = [(*one[:-1], _part_of(one[-1])) if isinstance(one, tuple) else _part_of(one) for one in listed]
     held = [one[-1] if isinstance(one, tuple) else one for one in parts]
     if any(isinstance(one, LocalPart) for one in held):
         return {**group, "params": parts}
