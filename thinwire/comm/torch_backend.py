@@ -307,7 +307,7 @@ def _pending(tensor: Tensor, work: dist.Work | None) -> Pending:
     return _StreamPending(work) if tensor.is_cuda else _HostPending(work)
 
 
-def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The ranks of a mesh that this process is in; raises ValueError for one of several dimensions, or of others."""
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or ()
@@ -324,7 +324,7 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 def _wire(group: dist.ProcessGroup | DeviceMesh | None) -> _Wiring:
     """Look up what torch knows about a group that it has registered."""
     if isinstance(group, DeviceMesh):
-        group = group_of(group)
+        group = _group_of(group)
     if not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialised: call thinwire.comm.init(), or init_process_group() first"

@@ -20,6 +20,7 @@ from thinwire.comm import Communicator
 from thinwire.compress.kernels.buckets import PayloadForm, UpdateForm
 from thinwire.compress.packet import read_together
 from thinwire.optim.step import AdamSettings, Clock, Contribution, Members, Parameters, Send
+from thinwire.zero.gradient_seal import whole_of
 
 
 class Keep(Enum):
@@ -56,7 +57,7 @@ class Agreement:
     def numels(self) -> list[int]:
         """Elements of every parameter, whole, by number."""
         parameters = self.parameters.parameters[: self.count]
-        return [getattr(parameter, "whole", parameter).numel() for parameter in parameters]
+        return [whole_of(parameter).numel() for parameter in parameters]
 
     def zeros(self, kinds: int) -> Tensor:
         """Numbers to fill in: fp64 [parameters, kinds]."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.zero import gradient_seal
 from thinwire.zero.bucket_layout import Slot
-from thinwire.zero.gradient_seal import Seal, SentGradient, gradient_of
+from thinwire.zero.gradient_seal import Seal, SentGradient, gradient_of, whole_of
 from thinwire.zero.gradients import BucketTransport
 from thinwire.zero.rank_checks import agree_to_leave_out, check_left_out
 from thinwire.zero.training_loops import Turn
@@ -61,7 +61,7 @@ def _drop_sent(parameter: Tensor, sent: SentGradient) -> None:
         if one is not None and stands is not None and (one.grad is stands or stands.in_place):
             stands.make_way(one)
 
-    sent.adder = torch.autograd.graph.get_gradient_edge(getattr(parameter, "whole", parameter)).node
+    sent.adder = torch.autograd.graph.get_gradient_edge(whole_of(parameter)).node
     sent.adder.register_prehook(drop)
 
 

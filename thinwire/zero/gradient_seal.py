@@ -173,10 +173,16 @@ def _some_of(gradient: Tensor) -> Tensor:
     return some.detach() if some.requires_grad else some
 
 
+def whole_of(parameter: Tensor) -> Tensor:
+    """What autograd knows a parameter as: the DTensor that it is a rank's part of, else itself."""
+    whole: Tensor = getattr(parameter, "whole", parameter)
+    return whole
+
+
 def replace_hook(parameter: Any, hook: object) -> None:  # torch's hook registry is untyped
     """Register a hook for when the gradient has accumulated, in the place of one of its class: the optimizer built last
     over a parameter is the one that sends its gradient."""
-    parameter = getattr(parameter, "whole", parameter)
+    parameter = whole_of(parameter)
     hooks = parameter._post_accumulate_grad_hooks or {}
     for key in [key for key, one in hooks.items() if type(one) is type(hook)]:
         del hooks[key]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks, check_same_on_every_rank, link_nodes, on_every_rank
 from thinwire.zero.bucket_layout import BucketLayout, Slot
+from thinwire.zero.gradient_seal import whole_of
 from thinwire.zero.placement import Placement, Sharding, WeightGate
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.saved_state import SavedSlice, SliceSource, read_weight
@@ -338,7 +339,7 @@ class ShardedParameters:
         if self.gate is not None:
             raise RuntimeError("gather_during_forward() was called before: pass it the module that holds all others")
         within = {id(parameter) for parameter in module.parameters()}
-        shown = {bucket.index: [id(getattr(one, "whole", one)) for one in bucket.parameters] for bucket in self.buckets}
+        shown = {bucket.index: [id(whole_of(one)) for one in bucket.parameters] for bucket in self.buckets}
         if self.links is None:
             self.gated = {index for index, ids in shown.items() if within.issuperset(ids)}
         bucket_of = {one: index for index, ids in shown.items() for one in ids}
