@@ -26,7 +26,8 @@ class DeepSpeedFlopsProfiler(FlopsProfiler):
 class ThroughputTimer:
     """A timer of steps, which scripts start before each micro-batch and stop after it: the engine itself does not.
 
-    The first `start_step` steps are counted and not timed. `batch_size`: samples of a step, over all ranks.
+    The first `start_step` steps are counted and not timed. `batch_size`: samples of a step, over all ranks. `config`
+    and `report_speed` are for DeepSpeed's calls: nothing is reported.
     """
 
     def __init__(self, config: Any = None, batch_size: int | None = None, start_step: int = 2) -> None:

@@ -229,7 +229,7 @@ def rounded_gradients(
     sharding = parameters.sharding
     if sharding.codecs is None:
         return []
-    found = []
+    found, compiled = [], False
     for one in parameters.masters:
         bucket, names = one.bucket, sharding.codecs_of(one.bucket.layout)
         assert names is not None
@@ -244,10 +244,11 @@ def rounded_gradients(
             one.send = WeightDifferences(bucket, make_leg_2(*over, back, bucket=index, device=device)).publish
         else:
             exchange = make_exchange(*over, there, bucket=index, device=device)
-        if there.has_kernels or back.has_kernels:
-            prepare_kernels(device.type, ("encode", "average_and_encode", "decode"))
-            wait_for_kernels(device.type)
+        compiled |= there.has_kernels or back.has_kernels
         found.append(RoundedGradients(bucket, sharding.stage, sharding.averaging, seal, exchange, loss_scale))
+    if compiled:
+        prepare_kernels(parameters.device.type, ("encode", "average_and_encode", "decode"))
+        wait_for_kernels(parameters.device.type)
     return found
 
 

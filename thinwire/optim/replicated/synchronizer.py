@@ -250,7 +250,8 @@ class Synchronizer:
         exact = [group for group in self._layout.groups if group.send is Send.EXACT]
         local = [group for group in self._layout.groups if group.send is Send.LOCAL]
         if exact and len(exact) + len(local) == len(self._layout.groups):
-            square = _square_of_averages(exact, absent, self._table.shares).to(self._table.parameters[0].device)
+            shares = None if self._home.parts is None else self._table.shares
+            square = _square_of_averages(exact, absent, shares).to(self._table.parameters[0].device)
             self._layout.comm.broadcast(square)
             if self._home.parts is not None:
                 self._home.parts.comm.all_reduce(square)
@@ -272,8 +273,7 @@ class Synchronizer:
     def _judge(self, found: Outcome, arrived: Collection[int]) -> SynchronizedBackward:
         absent: frozenset[int] = frozenset()
         if self._home.parts is not None:
-            finite = self._home.parts.everywhere(found.finite, self._table.parameters[0].device)
-            found = replace(found, finite=finite)
+            found = replace(found, finite=self._table.everywhere(found.finite))
         if found.incomplete:
             absent = agree_on_absent(self._comm, len(self._table), set(arrived), self._table.describe)
         overflowing = () if found.finite else find_overflowing(self._comm, self._table.parameters)
@@ -298,11 +298,14 @@ class Synchronizer:
             self.watcher.add(placed)
 
 
-def _square_of_averages(groups: Sequence[FreezeGroup], absent: frozenset[int], shares: Sequence[float]) -> Tensor:
+def _square_of_averages(
+    groups: Sequence[FreezeGroup], absent: frozenset[int], shares: Sequence[float] | None
+) -> Tensor:
     """What this rank counts of the square of the averaged gradients' 2-norm, times that of the loss scale, in an EXACT
-    step: fp64 []."""
+    step: fp64 []. `shares`: of each parameter, the part that it counts; None for all."""
     members = [one for group in groups for one in group.storage.members(absent)]
     norms = [norm for one in members for norm in torch._foreach_norm(one.averages)]
     squares = torch.stack(norms).double().square() if norms else torch.zeros((), dtype=torch.float64)
-    counted = [shares[number] for one in members for number in one.parameters]
-    return (squares if min(counted, default=1.0) == 1.0 else squares * squares.new_tensor(counted)).sum()
+    if shares is not None and norms:
+        squares = squares * squares.new_tensor([shares[number] for one in members for number in one.parameters])
+    return squares.sum()

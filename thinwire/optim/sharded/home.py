@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -52,8 +51,8 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         numels = {number: one.numel() for number, one in enumerate(parameters.order.parameters)}
         clips = bool(options.clips_to)
         parts = None if self.parts is None else (self.parts, parameters.order.parameters)
-        sketch = partial(NormSketch, parameters.exchange_comm, numels, parameters.device, parts=parts)
-        self._sketch = sketch() if clips else None
+        of_all = parameters.exchange_comm, numels, parameters.device
+        self._sketch = NormSketch(*of_all, parts=parts) if clips else None
         self.in_flight = Step(parameters.groups, options.averaging.divide_first, options.clips_to)
         options.averaging.prepare(self.parameters)
         self._begin_again()
