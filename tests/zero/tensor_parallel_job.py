@@ -10,110 +10,48 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
-from torch.nn import functional
-from transformers import BertConfig, BertForMaskedLM
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import thinwire
 from tests.optim.training import through_a_file
 from tests.refusing import refused
 from thinwire.comm import Communicator, threads
+from thinwire.parallel import parallelize
 from thinwire.zero import ShardedOptimizer
 
 JOB = ("-m", "tests.zero.tensor_parallel_job")
 WORDS, WIDTH, LENGTH = 40, 16, 8
 
 
-class Block(nn.Module):
-    """One of GPT-2's."""
+class Model(nn.Module):
+    """Transformers' BERT or GPT-2 in small, its head tied to its embedding; gives the loss of words."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.ln_1(x)
-        heads = [one(normed).unflatten(-1, (-1, 4)).transpose(1, 2) for one in (self.query, self.key, self.value)]
-        attended = functional.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(self.ln_2(x))))
-
-
-class GPT(nn.Module):
-    """GPT-2 in small, its head tied to its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.h = nn.Sequential(Block())
-        self.ln_f = nn.LayerNorm(WIDTH)
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.ln_f(self.h(self.wte(words) + self.wpe(torch.arange(LENGTH))))
-        if isinstance(self.wte.weight, DTensor):
-            whole = DTensor.from_local(x, self.wte.weight.device_mesh, [Replicate()])
-            logits = functional.linear(whole, self.wte.weight).redistribute(placements=[Replicate()]).to_local()
+        sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": WORDS}
+        sizes |= {"hidden_size": WIDTH, "bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": LENGTH}
+        if kind == "bert":
+            off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+            self.model: nn.Module = BertForMaskedLM(BertConfig(**sizes, **off, intermediate_size=4 * WIDTH))
         else:
-            logits = functional.linear(x, self.wte.weight)
-        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), words[:, 1:].flatten())
-
-
-class Bert(nn.Module):
-    """Transformers' BERT in small, its head tied to its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": LENGTH}
-        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        width = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH}
-        self.model = BertForMaskedLM(BertConfig(**sizes, **dropout, **width))
+            self.model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+        self.masks = kind == "bert"
 
     def forward(self, words: Tensor) -> Tensor:
-        hidden = words.clone()
-        hidden[:, ::3] = 0
-        return self.model(input_ids=hidden, labels=words).loss
+        given = words.clone()
+        if self.masks:
+            given[:, ::3] = 0
+        return self.model(input_ids=given, labels=words).loss
+
+    def cut(self, mesh: DeviceMesh, sequence: bool = False) -> "Model":
+        parallelize(self.model, mesh, sequence_parallel=sequence)
+        return self
 
 
-def cut(model: nn.Module, mesh: DeviceMesh, sequence: bool = False) -> nn.Module:
-    """Parallelise a model as torch's own calls do; with `sequence` what GPT's norms see is cut too, in their length."""
-    column, row = ColwiseParallel(), RowwiseParallel()
-    if isinstance(model, Bert):
-        for layer in model.model.bert.encoder.layer:
-            plan: dict[str, Any] = {f"attention.self.{one}": column for one in ("query", "key", "value")}
-            plan |= {"attention.output.dense": row, "intermediate.dense": column, "output.dense": row}
-            parallelize_module(layer, mesh, plan)
-        return model
-    assert isinstance(model, GPT)
-    part = Shard(1)
-    ends = RowwiseParallel(output_layouts=part, use_local_output=False) if sequence else row
-    for block in model.h:
-        plan = {"query": column, "key": column, "value": column, "out": ends, "up": column, "down": ends}
-        if sequence:
-            takes = ColwiseParallel(input_layouts=part)
-            plan |= {"query": takes, "key": takes, "value": takes, "up": takes}
-            plan |= {"ln_1": SequenceParallel(), "ln_2": SequenceParallel()}
-        parallelize_module(block, mesh, plan)
-    if sequence:
-        whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=part, use_local_output=False)
-        parallelize_module(model, mesh, {"h": whole})
-        model.h.register_forward_hook(lambda _, __, out: out.redistribute(placements=[Replicate()]).to_local())
-    else:
-        parallelize_module(model, mesh, {"wte": RowwiseParallel(input_layouts=Replicate())})
-    return model
-
-
-def make(kind: str) -> nn.Module:
+def make(kind: str) -> Model:
     torch.manual_seed(1)
-    return Bert() if kind == "bert" else GPT()
+    return Model(kind)
 
 
 def words(rank: int, step: int) -> Tensor:
@@ -167,7 +105,7 @@ def exact(mesh: DeviceMesh) -> None:
         expected = alone(kind, mesh["dp"].size(), 50)
         assert any(norm > 1 for _, norm in expected)
         for stage, sequence, pieces in ((0, False, 1), (1, kind == "gpt", 2), (2, False, 1))[: 2 + (kind == "gpt")]:
-            model = cut(make(kind), mesh["tp"], sequence)
+            model = make(kind).cut(mesh["tp"], sequence)
             options: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "bucket_bytes": 4000, "block_size": 64}
             params = model.named_parameters() if stage else [one for _, one in model.named_parameters()]
             optimizer = ShardedOptimizer(
@@ -219,7 +157,7 @@ def compressed(mesh: DeviceMesh) -> None:
             return train(model, build(model, comm=comm, stage=stage), range(18))
 
         expected = threads.run(unsplit, mesh["dp"].size())[0]
-        model = cut(make("gpt"), mesh["tp"])
+        model = make("gpt").cut(mesh["tp"])
         optimizer = build(model, mesh=mesh["dp"], stage=stage)
         found = train(model, optimizer, range(18))
         warm = 10 if name in ("adam", "lamb") else 1
@@ -237,7 +175,7 @@ def _skip_together(mesh: DeviceMesh, model: nn.Module, optimizer: Any) -> None:
         return
     before, skipped = optimizer.steps, optimizer.skipped_steps
     optimizer.zero_grad()
-    weight = model.h[0].up.weight  # type: ignore[union-attr, index]
+    weight = model.model.transformer.h[0].attn.c_attn.weight  # type: ignore[union-attr, index]
 
     def spoil(gradient: Tensor) -> Tensor:
         local = gradient.to_local() * (math.inf if mesh.get_local_rank("tp") == 1 else 1.0)
@@ -254,13 +192,13 @@ def _skip_together(mesh: DeviceMesh, model: nn.Module, optimizer: Any) -> None:
 def resume(mesh: DeviceMesh) -> None:
     """A state_dict goes on to the bit on its own rank's part, and on no other."""
     for name, stage in (("adam", 0), ("adam", 1), ("lamb", 0)):
-        model = cut(make("gpt"), mesh["tp"])
+        model = make("gpt").cut(mesh["tp"])
         optimizer = BUILDS[name](model, mesh=mesh["dp"], stage=stage)
         train(model, optimizer, range(14))
         saved = through_a_file(optimizer.state_dict())
         weights = [part(one).clone() for one in model.parameters()]
         train(model, optimizer, range(14, 17))
-        again = cut(make("gpt"), mesh["tp"])
+        again = make("gpt").cut(mesh["tp"])
         with torch.no_grad():
             for one, value in zip(again.parameters(), weights, strict=True):
                 part(one).copy_(value)
@@ -277,22 +215,23 @@ def resume(mesh: DeviceMesh) -> None:
 
 def refusals(mesh: DeviceMesh) -> None:
     """On every rank, by name, before anything has changed."""
-    make_cut, given = lambda: cut(make("gpt"), mesh["tp"]), {"mesh": mesh["dp"]}
+    make_cut, given = lambda: make("gpt").cut(mesh["tp"]), {"mesh": mesh["dp"]}
     adam, named = thinwire.OneBitAdam, lambda: make_cut().named_parameters()
     refused(ValueError, "hold other elements than this one", adam, named())
     refused(TypeError, "steps whole matrices", thinwire.OneBitMuon, named(), **given)
     refused(TypeError, "DTensor: DiLoCo takes", thinwire.DiLoCo, named(), torch.optim.AdamW, **given)
     refused(ValueError, r"model.to\(torch.bfloat16\)", adam, named(), param_dtype=torch.bfloat16, **given)
     refused(ValueError, "model.to", ShardedOptimizer, named(), torch.optim.AdamW, param_dtype=torch.bfloat16, **given)
-    torch.manual_seed(dist.get_rank())
-    refused(ValueError, "make the model from one seed", adam, cut(GPT(), mesh["tp"]).named_parameters(), **given)
+    apart = make_cut()
+    apart.model.transformer.ln_f.weight.data.add_(dist.get_rank())  # type: ignore[operator, union-attr]
+    refused(ValueError, "make the model from one seed", adam, apart.named_parameters(), **given)
     both = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)]))
     refused(ValueError, "mesh of 2 dimensions", adam, [both], **given)
     model = make_cut()
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, **given)
     loss = model(words(0, 0))
     loss.backward()
-    model.h[0].up.weight.grad.mul_(2)  # type: ignore[union-attr, index]
+    model.model.transformer.h[0].attn.c_attn.weight.grad.mul_(2)  # type: ignore[union-attr, index]
     refused(RuntimeError, "was changed or dropped", optimizer.step)
 
 

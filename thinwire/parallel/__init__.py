@@ -1,4 +1,4 @@
-"""Floor 3, models that lie on several ranks: pipelines, and stages whose activations travel in packets."""
+"""Floor 3, models that lie on several ranks: pipelines whose activations travel in packets, and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from thinwire.lazy_imports import lazy_exports
 
-__all__ = ["CompressedStage", "Pipeline"]
+__all__ = ["CompressedStage", "Pipeline", "parallelize"]
 
 if TYPE_CHECKING:
     from thinwire.parallel.compressed_stage import CompressedStage
     from thinwire.parallel.pipeline import Pipeline
+    from thinwire.parallel.plans import parallelize
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

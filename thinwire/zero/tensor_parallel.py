@@ -97,9 +97,9 @@ def _part_of(parameter: Tensor) -> Tensor:
             f"a parameter of shape {shape} is a DTensor over a mesh of {mesh.ndim} dimensions, {mesh}: this optimizer "
             'takes what is parallelised over one, as by parallelize_module(model, mesh["tp"], plan)'
         )
-    if not (placement.is_replicate() or type(placement).__name__ == "Shard"):
+    if not (placement.is_replicate() or type(placement).__name__ in ("Shard", "_StridedShard")):
         raise ValueError(f"a parameter of shape {shape} is placed as {placement}, where Shard or Replicate can be")
-    if placement.is_shard() and shape[placement.dim] < mesh.size():
+    if not placement.is_replicate() and shape[placement.dim] < mesh.size():
         raise ValueError(
             f"dimension {placement.dim} of a parameter of shape {shape} is cut over {mesh.size()} ranks, some of which "
             "hold nothing of it: leave it whole"

@@ -112,7 +112,7 @@ DECLINED: Mapping[str, Declined] = {
     "autotuning": Declined("`thinwire plan` predicts step time and memory and recommends a method; delete it"),
     "elasticity": Declined("a checkpoint resumes on any number of ranks; give the batch sizes"),
     "eigenvalue": Declined("it only served quantize_training; delete it"),
-    "tensor_parallel": Declined("use torch.distributed.tensor.parallel"),
+    "tensor_parallel": Declined("use thinwire.parallel.parallelize"),
     "expert_parallel": Declined("every rank holds every expert; delete it"),
     "sequence_parallel_size": Declined("every rank is a data-parallel rank", (1,)),
     "curriculum_learning": Declined("order the data set itself"),
