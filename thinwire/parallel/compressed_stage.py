@@ -17,13 +17,9 @@ from thinwire.comm import TorchCommunicator
 from thinwire.comm.agreement import check_same_on_every_rank, on_every_rank, raise_together
 from thinwire.compress.codecs import Codec, make_codec
 from thinwire.compress.packet import Header, Headers, write_headers
-from thinwire.compress.packet_layout import HEADER_BYTES
+from thinwire.compress.packet_layout import ACTIVATION_BLOCKS, HEADER_BYTES
 
 ActivationCodec = Literal["int8", "int4", "fp8", "bf16", "fp16", "none"]
-
-# Elements that share a scale. Activations have outliers in a few channels, which spoil what shares a scale with them:
-# at 64 int4 takes 4.5 bits an element, at 256 int8 and fp8 take 8.1.
-_BLOCK_SIZES = {"int8": 256, "int4": 64, "fp8": 256, "bf16": 64, "fp16": 64}
 
 
 def activation_codec(name: ActivationCodec | None, what: str = "activations") -> Codec | None:
@@ -33,12 +29,12 @@ def activation_codec(name: ActivationCodec | None, what: str = "activations") ->
     """
     if name is None or name == "none":
         return None
-    if name not in _BLOCK_SIZES:
+    if name not in ACTIVATION_BLOCKS:
         raise ValueError(
-            f"{what} must be {', '.join(map(repr, _BLOCK_SIZES))}, 'none' or None, got {name!r}: codecs of one and two "
-            "bits need what they lost back at the next step, and each step has activations of other samples"
+            f"{what} must be {', '.join(map(repr, ACTIVATION_BLOCKS))}, 'none' or None, got {name!r}: codecs of one "
+            "and two bits need what they lost back at the next step, and each step has activations of other samples"
         )
-    return make_codec(name, _BLOCK_SIZES[name])
+    return make_codec(name, ACTIVATION_BLOCKS[name])
 
 
 def takes(codec: Codec, tensor: Tensor) -> bool:

@@ -94,3 +94,21 @@ def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> 
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def in_words(calibration: Calibration, path: Path) -> str:
+    """What `thinwire probe` says of the file that it wrote."""
+    lines = [f"{path}: {calibration.nodes} nodes of {calibration.ranks_per_node}, backend {calibration.backend}"]
+    for name, link in (("between nodes", calibration.between), ("inside nodes", calibration.inside)):
+        for collective, fit in link.collectives.items() if link is not None else ():
+            lines.append(
+                f"{name}, {collective}: {8 * fit.bytes_per_second / 1e9:.3g} Gb/s, {1e6 * fit.intercept:.0f} us, "
+                f"fits to {100 * fit.error:.0f}%"
+            )
+    rates = calibration.processor
+    lines.append(
+        f"encode {rates.encode / 1e9:.2f}, decode {rates.decode / 1e9:.2f}, average {rates.average / 1e9:.2f}, AdamW "
+        f"{rates.adam / 1e9:.2f} billion elements a second; {100 * rates.overlap:.0f}% of a transfer goes on beside "
+        "computation"
+    )
+    return "\n".join(lines)

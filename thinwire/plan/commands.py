@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from thinwire.compress.packet_layout import CODE_BITS
 from thinwire.plan.answer import as_answer, as_json, as_table, draw_plan
 from thinwire.plan.cluster import Cluster, Link, Processor
 from thinwire.plan.measure import measure_script
+from thinwire.plan.meshes import MeshJob, MeshPrediction, mesh_answer, mesh_json, search_meshes
 from thinwire.plan.methods import ALGORITHMS, CODECS, INNER, WARMUP_WIRES, OuterSchedule, Schedule, methods_for
 from thinwire.plan.models import named_model
 from thinwire.plan.recommendation import Plan, plan
-from thinwire.plan.units import Kind, PlanError, rate_in_words, read, require_whole
+from thinwire.plan.units import Kind, PlanError, rate_in_words, read, require_positive, require_whole
 from thinwire.plan.workload import (
     DEFAULT_DEVICE,
     DEVICES,
@@ -63,6 +65,9 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
     model.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights; by default fp32, or as measured")
     devices = ", ".join(DEVICES)
     model.add_argument("--device", metavar="NAME", help=f"of a rank: {devices}; by default {DEFAULT_DEVICE}")
+    model.add_argument(
+        "--efficiency", metavar="PART", help=f"of its peak that it reaches; by default {EFFICIENCY:.0%}%"
+    )
     model.add_argument("--forward", metavar="TIME", help="of one micro-batch on one rank, as 36ms; else estimated")
     model.add_argument("--backward", metavar="TIME", help="the same")
     model.add_argument("--update", metavar="TIME", help="of AdamW; by default from the processor's rate")
@@ -91,6 +96,12 @@ def _add_cluster(cluster: argparse._ArgumentGroup) -> None:
 def _add_run(run: argparse._ArgumentGroup) -> None:
     defaults = Schedule()
     run.add_argument("--methods", nargs="+", choices=ALGORITHMS, default=ALGORITHMS, help="by default all")
+    run.add_argument(
+        "--mesh", nargs="?", const="search", metavar="PPxDPxTP", help="in stages, replicas, tensor parallel"
+    )
+    run.add_argument(
+        "--batch", type=int, metavar="N", help="with --mesh: sequences a step; by default 4M tokens or more"
+    )
     run.add_argument("--powersgd-ranks", nargs="+", type=int, default=[1, 4])
     run.add_argument("--steps", type=int, help=f"of the run; by default {defaults.steps}")
     run.add_argument("--warmup", metavar="PART", default=f"{defaults.warmup:.0%}", help="of the steps until the freeze")
@@ -135,6 +146,7 @@ def _shared(given: Sequence[str]) -> dict[str, int]:
 
 _NODES = 4
 _SEQUENCES, _SEQUENCE = 8, 512
+_TOKENS = 1 << 22
 _LATENCIES = {"link": (50e-6, 5e-6), "inside": (10e-6, 1e-6)}
 # Options that are given with a unit.
 _KINDS: dict[str, Kind] = {
@@ -142,13 +154,13 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(("forward", "backward", "update", "latency", "message"), "time"),
     **dict.fromkeys(("inside_latency", "inside_message", "measure_limit"), "time"),
     **dict.fromkeys(("memory", "bucket"), "size"),
-    **dict.fromkeys(("warmup", "overlap"), "part"),
+    **dict.fromkeys(("warmup", "overlap", "efficiency"), "part"),
     "parameters": "count",
 }
 
 
 def _run_plan(arguments: argparse.Namespace) -> int:
-    """Print which method to take, as an answer, a table or JSON, and draw it where asked to; returns the exit code."""
+    """Print what to take, as an answer, a table or JSON, and draw it where asked to; returns the exit code."""
     if arguments.json and arguments.verbose:
         raise PlanError("--json has everything that --verbose shows: give one of them")
     for name, kind in _KINDS.items():
@@ -156,6 +168,11 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         if text is not None:
             setattr(arguments, name, read(kind, f"--{name.replace('_', '-')}", text))
     request = _Request(arguments)
+    if arguments.mesh is not None:
+        job, meshes = request.meshes()
+        described = {**mesh_json(job, meshes), "assumed": request.assumed}
+        print(json.dumps(described, indent=1) if arguments.json else mesh_answer(job, meshes, request.assumed))
+        return 0
     planned = request.plan()
     if arguments.plot is not None:
         draw_plan(planned, arguments.plot)
@@ -175,10 +192,9 @@ class _Request:
     arguments: argparse.Namespace
     assumed: list[str] = field(default_factory=list)
 
-    def plan(self) -> Plan:
-        """Compare the methods asked for."""
+    def _schedule(self) -> Schedule:
         typed = self.arguments
-        schedule = Schedule(
+        return Schedule(
             steps=Schedule().steps if typed.steps is None else typed.steps,
             warmup=typed.warmup,
             warmup_wire=typed.warmup_wire,
@@ -197,11 +213,55 @@ class _Request:
                 _shared(typed.share),
             ),
         )
-        device = named_device(typed.device or DEFAULT_DEVICE)
+
+    def plan(self) -> Plan:
+        """Compare the methods asked for."""
+        typed, device, schedule = self.arguments, self._device(), self._schedule()
+        if typed.batch is not None:
+            raise PlanError("--batch goes with --mesh; without it give --micro-batch and --accumulation")
         cluster = self._cluster(device)
         workload = self._workload(device)
         methods = methods_for(cluster, typed.methods, typed.powersgd_ranks)
         return plan(workload, cluster, methods, schedule, typed.memory, speed_only=typed.speed_only)
+
+    def meshes(self) -> tuple[MeshJob, list[MeshPrediction]]:
+        """Search meshes, or predict the one that was given."""
+        typed, device = self.arguments, self._device()
+        for name in ("forward", "backward", "update", "measure", "plot", "verbose"):
+            if getattr(typed, name):
+                raise PlanError(f"--{name} is of one rank that holds the model: leave it out, or --mesh")
+        if typed.dtype == "fp32" or typed.accumulation != 1:
+            raise PlanError(
+                "meshes are planned in bf16, and find their micro-batches: leave --dtype, --accumulation out"
+            )
+        cluster, model = self._cluster(device), self._model()
+        length: int = typed.sequence or (model.blocks.sequence if model.blocks else _SEQUENCE)
+        if (batch := typed.batch) is None:
+            batch = cluster.ranks * -(-_TOKENS // (cluster.ranks * length))
+            self.assumed.append(f"{batch} sequences a step")
+        self._assume_efficiency("", device)
+        job = MeshJob(model, cluster, device, batch, length)
+        options: dict[str, Any] = {"schedule": self._schedule(), "speed_only": typed.speed_only}
+        options |= {} if typed.micro_batch is None else {"micro_batches": (typed.micro_batch,)}
+        options |= {} if typed.memory is None else {"memory": typed.memory}
+        if typed.mesh != "search":
+            if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", typed.mesh):
+                raise PlanError(f"--mesh must be as 8x16x4, stages x replicas x tensor parallel, got {typed.mesh!r}")
+            options["shape"] = tuple(map(int, typed.mesh.split("x")))
+        elif typed.memory is None:
+            raise PlanError("what a rank may hold is not known: give --memory 80GB")
+        return job, search_meshes(job, **options)
+
+    def _device(self) -> Device:
+        typed = self.arguments
+        reached = EFFICIENCY if typed.efficiency is None else typed.efficiency
+        require_positive("--efficiency", reached)
+        device = named_device(typed.device or DEFAULT_DEVICE)
+        return replace(device, flops=device.flops * reached / EFFICIENCY)
+
+    def _assume_efficiency(self, before: str, device: Device) -> None:
+        given = self.arguments.efficiency
+        self.assumed.append(f"{before}{device.name} at {EFFICIENCY if given is None else given:.0%} of its peak")
 
     def _workload(self, device: Device) -> Workload:
         typed = self.arguments
@@ -223,10 +283,7 @@ class _Request:
             forward = forward_seconds(model, sequences, length, device)
             backward = 2 * forward
             several = "s" if sequences > 1 else ""
-            self.assumed.append(
-                f"{sequences} sequence{several} of {length} tokens a rank, "
-                f"{device.name} at {EFFICIENCY:.0%} of its peak"
-            )
+            self._assume_efficiency(f"{sequences} sequence{several} of {length} tokens a rank, ", device)
         activations = None
         if blocks is not None:
             activations = Activations(blocks.layers, blocks.hidden, blocks.heads, length, sequences)
@@ -326,7 +383,7 @@ def _run_probe(arguments: argparse.Namespace) -> int:
 
     from thinwire import comm as communication
     from thinwire.comm.agreement import raise_together
-    from thinwire.plan.calibration import save_calibration
+    from thinwire.plan.calibration import in_words, save_calibration
     from thinwire.plan.probing import probe
 
     world = communication.init(arguments.backend, timeout=arguments.timeout)
@@ -339,22 +396,5 @@ def _run_probe(arguments: argparse.Namespace) -> int:
     calibration = probe(world, arguments.seconds, torch.device(arguments.device))
     if world.rank == 0:
         save_calibration(calibration, arguments.output)
-        print(_in_words(calibration, arguments.output))
+        print(in_words(calibration, arguments.output))
     return 0
-
-
-def _in_words(calibration: Calibration, path: Path) -> str:
-    lines = [f"{path}: {calibration.nodes} nodes of {calibration.ranks_per_node}, backend {calibration.backend}"]
-    for name, link in (("between nodes", calibration.between), ("inside nodes", calibration.inside)):
-        for collective, fit in link.collectives.items() if link is not None else ():
-            lines.append(
-                f"{name}, {collective}: {8 * fit.bytes_per_second / 1e9:.3g} Gb/s, {1e6 * fit.intercept:.0f} us, "
-                f"fits to {100 * fit.error:.0f}%"
-            )
-    rates = calibration.processor
-    lines.append(
-        f"encode {rates.encode / 1e9:.2f}, decode {rates.decode / 1e9:.2f}, average {rates.average / 1e9:.2f}, AdamW "
-        f"{rates.adam / 1e9:.2f} billion elements a second; {100 * rates.overlap:.0f}% of a transfer goes on beside "
-        "computation"
-    )
-    return "\n".join(lines)

@@ -265,6 +265,8 @@ _KNOWN = {
     "gpt2-medium": _of("gpt2", 24, 1024, 16),
     "gpt2-large": _of("gpt2", 36, 1280, 20),
     "gpt2-xl": _of("gpt2", 48, 1600, 25),
+    "gpt3-175b": _of("gpt2", 96, 12288, 96, n_positions=2048),
+    "gpt-1t": _of("gpt2", 128, 25600, 160, vocab_size=51200, n_positions=2048),
     "distilgpt2": _of("gpt2", 6, 768, 12),
     "pythia-70m": _of("gpt_neox", 6, 512, 8, 2048, 50304),
     "pythia-160m": _of("gpt_neox", 12, 768, 12, 3072, 50304),

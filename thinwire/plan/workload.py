@@ -226,11 +226,15 @@ def named_device(name: str) -> Device:
     )
 
 
-def forward_seconds(model: Transformer, sequences: int, length: int, device: Device) -> float:
-    """Of `sequences` of `length` tokens: two operations a parameter and token, and those of attention, 4 · layers ·
-    width · length a token where layers are known, at the device's speed. Backward takes twice as many (Kaplan et al.
-    2020, arXiv 2001.08361, §2.1)."""
+def forward_operations(model: Transformer, sequences: int, length: int) -> float:
+    """Of `sequences` of `length` tokens: two a parameter and token, and those of attention, 4 · layers · width · length
+    a token where layers are known. Backward makes twice as many (Kaplan et al. 2020, arXiv 2001.08361, §2.1)."""
     operations = 2.0 * model.parameters
     if model.blocks is not None:
         operations += 4.0 * model.blocks.layers * model.blocks.hidden * length
-    return operations * (sequences * length) / (EFFICIENCY * device.flops)
+    return operations * (sequences * length)
+
+
+def forward_seconds(model: Transformer, sequences: int, length: int, device: Device) -> float:
+    """Of as many, at the speed that a device reaches."""
+    return forward_operations(model, sequences, length) / (EFFICIENCY * device.flops)
