@@ -10,7 +10,7 @@ from thinwire.parallel.splitting import split_model
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("ranks", "task"), [(2, "models"), (4, "models"), (2, "small"), (4, "replicas")])
+@pytest.mark.parametrize(("ranks", "task"), [(2, "models"), (4, "models"), (2, "small"), (4, "replicas"), (8, "cube")])
 def test_a_pipeline_trains_as_one_process_does(jobs: Jobs, ranks: int, task: str) -> None:
     done = jobs.torchrun(ranks, *PROGRAM, task)
     assert done.returncode == 0, done.stdout + done.stderr
