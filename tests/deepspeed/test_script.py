@@ -115,7 +115,7 @@ def test_without_torch_distributed_the_collectives_are_the_communicators(comm: C
         (
             {"mpu": SimpleNamespace(get_model_parallel_world_size=lambda: 2)},
             deepspeed.NotOfferedError,
-            "zero_optimization stage 3",
+            "splits it by itself",
         ),
         ({"mesh_param": (2, 1)}, deepspeed.NotOfferedError, "leave mesh_param out"),
         ({"config_params": {"train_batch_size": 2}}, ValueError, "two configurations"),

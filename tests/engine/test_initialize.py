@@ -196,8 +196,8 @@ def stepped(model):
     ("given", "error", "message"),
     [
         (lambda _: {"config": settings(optimizer=None, scheduler=WARMUP)}, ValueError, "a schedule and no optimizer"),
-        (lambda model: {"mpu": object()}, ValueError, "mpu asks for model, pipeline or sequence parallelism"),
-        (lambda model: {"mesh_param": (1, 2)}, ValueError, "mesh_param asks for"),
+        (lambda model: {"mpu": object()}, ValueError, "mpu is an object of another library"),
+        (lambda model: {"mesh_param": (1, 2)}, ValueError, "mesh_param is an object"),
         (lambda model: {"distributed_port": "29500"}, TypeError, "distributed_port is a number or None, not '29500'"),
         (lambda model: {"config_params": settings()}, ValueError, "`config_params`, its old name"),
         (lambda model: own(stepped(model)), ValueError, "stepped already"),

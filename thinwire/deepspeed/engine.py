@@ -21,6 +21,7 @@ from thinwire.deepspeed.ranks import note_logged
 from thinwire.deepspeed.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from thinwire.deepspeed.utilities import logger
 from thinwire.engine import Engine, EngineConfig
+from thinwire.engine.batches import GlobalBatches
 from thinwire.engine.checkpoint.manifest import rank_file
 from thinwire.engine.config.rules import resized
 from thinwire.engine.data import ResumableLoader, make_loader, refuse_elastic_data
@@ -45,6 +46,7 @@ class TrainingEngine(Engine):
             if self.settings.zero_optimization.stage == 3:
                 leaves = {one: list(one.parameters()) for one in get_z3_leaf_modules(self._module)}
                 vars(self.optimizer)["leaf_parameters"] = leaves
+        self._global_batches = GlobalBatches(job, self, self._backwards)
         self.tput_timer = ThroughputTimer(batch_size=self.settings.train_batch_size)
 
     def __getattr__(self, name: str) -> Any:
@@ -172,12 +174,49 @@ class TrainingEngine(Engine):
             pin_memory=pin_memory,
         )
 
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Have `train_batch` and `eval_batch` take micro-batches from here where they are given none."""
+        self._global_batches.given = iterator
+
     def set_dataloader(self, loader: Any) -> None:
         """Have `training_dataloader` be another one. A checkpoint has the place in one that `deepspeed_io` made, and in
         no other."""
-        self.training_dataloader = loader
+        self.training_dataloader, self._global_batches.given = loader, None
         self._job.loader = loader if isinstance(loader, ResumableLoader) else None
         self._data_position = self._position_of_data()
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Train on the next `gradient_accumulation_steps` micro-batches, take the step, and return the mean loss of the
+        global batch, fp32, on every rank. Collective.
+
+        `data_iter` gives a micro-batch a time: names and tensors for a Hugging Face model, or, where there is a
+        `loss_fn`, inputs, one tensor or a tuple of several, and targets; ranks of one model get the same. None: the
+        engine's own loader, again and again.
+
+        Raises StopIteration where no micro-batch is left; ValueError, on every rank, where one is amiss, or there is no
+        loader; and what `step` raises.
+        """
+        return self._global_batches.train(data_iter)
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> torch.Tensor:
+        """Evaluate the next `gradient_accumulation_steps` micro-batches, in evaluation mode, and return their mean loss
+        on every rank, so that `bcast_loss` changes nothing. Collective.
+
+        Raises NotOfferedError, a NotImplementedError, for outputs, or another number of micro-batches; RuntimeError for
+        schedules in a V, whose evaluation torch lacks; and what `train_batch` raises for batches.
+        """
+        own = self.settings.gradient_accumulation_steps
+        if return_logits or not compute_loss or reduce_output != "avg" or num_micro_batches not in (None, own):
+            raise NotOfferedError(f"eval_batch() gives the mean loss of {own} micro-batches: leave its options out")
+        return self._global_batches.evaluate(data_iter)
 
     # Weights and other state
 
@@ -255,6 +294,8 @@ class TrainingEngine(Engine):
         return self._checkpoints.export(save_dir, save_filename, exclude_frozen_parameters)
 
     def _resize(self, settings: EngineConfig) -> None:
+        if self._job.pipeline is not None:
+            raise CallError("a pipeline's micro-batches are as initialize made them: their size and number are fixed")
         if self._in_mid_step:
             raise CallError(
                 "the batch size was changed in mid-step, after a backward(): change it after a step() at a gradient "

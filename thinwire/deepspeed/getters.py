@@ -109,17 +109,31 @@ _PROPERTIES: Mapping[str, tuple[str | _Read, str]] = {
     "communication_data_type": (_communication_data_type, "In which gradients leave; stage 3 sums them in fp32."),
     "gradient_average": (lambda s: s.gradient_allreduce_op != "sum", "Whether gradients are averaged over the ranks."),
 }
-# Of the ranks, all of which hold the same model and take different data.
+
+
+def _at(engine: Any, dimension: str) -> int:
+    """This rank's place in a dimension of the engine's mesh."""
+    return 0 if engine.mesh is None else int(engine.mesh.get_local_rank(dimension))
+
+
+def _size(engine: Any, dimension: str) -> int:
+    return 1 if engine.mesh is None else int(engine.mesh[dimension].size())
+
+
 _RANK_METHODS: Mapping[str, tuple[Callable[[Any], int], str]] = {
     "get_data_parallel_rank": (lambda one: one.comm.rank, "This rank among those that take different data."),
-    "get_model_parallel_rank": (lambda _: 0, "This rank among those that share one model: 0."),
-    "get_tensor_parallel_rank": (lambda _: 0, "This rank among those that share one layer: 0."),
+    "get_model_parallel_rank": (lambda one: _at(one, "tp"), "This rank among those that share a stage's layers."),
+    "get_tensor_parallel_rank": (lambda one: _at(one, "tp"), "This rank among those that share a layer."),
+    "is_first_stage": (lambda one: _at(one, "pp") == 0, "Whether this rank's stage is the first of a pipeline."),
+    "is_last_stage": (lambda one: _at(one, "pp") + 1 == _size(one, "pp"), "Whether it is the last one."),
 }
 _RANK_PROPERTIES: Mapping[str, tuple[Callable[[Any], int], str]] = {
-    "world_size": (lambda one: one.comm.size, "Ranks that train together."),
-    "dp_world_size": (lambda one: one.comm.size, "Ranks that take different data: all."),
-    "mp_world_size": (lambda _: 1, "Ranks that share one model between them: 1."),
-    "global_rank": (lambda one: one.comm.rank, "This rank among all."),
+    "world_size": (lambda one: one._job.world.size, "Ranks that train together."),
+    "dp_world_size": (lambda one: one.comm.size, "Ranks that take different data."),
+    "mp_world_size": (lambda one: _size(one, "tp"), "Ranks that share a stage's layers between them."),
+    "num_stages": (lambda one: _size(one, "pp"), "Stages of the pipeline; 1 without one."),
+    "stage_id": (lambda one: _at(one, "pp"), "This rank's stage."),
+    "global_rank": (lambda one: one._job.world.rank, "This rank among all."),
 }
 
 
@@ -147,7 +161,7 @@ def _method(name: str, read: Callable[[Any], Any], text: str) -> Callable[[Any],
     return getter
 
 
-_NO_OTHER_PARALLELISM = "thinwire has data parallelism alone, over the ranks of engine.comm"
+_NO_OTHER_PARALLELISM = "thinwire has data, tensor and pipeline parallelism: engine.comm and engine.mesh have the ranks"
 _NO_GROUP = "thinwire's ranks need no torch process group: engine.comm has them"
 
 # DeepSpeed's attributes of an engine that would have nothing to say here -> what to use, or why there is none.

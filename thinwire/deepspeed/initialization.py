@@ -21,12 +21,14 @@ from thinwire.deepspeed.engine import DeepSpeedEngine, TrainingEngine
 from thinwire.deepspeed.errors import DeepSpeedUsageError, NotOfferedError
 from thinwire.deepspeed.optimizers import DeepSpeedCPUAdam, FusedLion
 from thinwire.deepspeed.parameters.sharded import mark_configured
+from thinwire.deepspeed.pipe import PipelineModule, with_stages
 from thinwire.deepspeed.sections import ZeRORuntimeException
 from thinwire.engine import ConfigError, EngineConfig
 from thinwire.engine.config.loading import read_json_object
 from thinwire.engine.config.models import FloatName
 from thinwire.engine.data import ResumableLoader
 from thinwire.engine.initialization import BAD_INPUT, ConfigSource, Given, build_engine, load_settings
+from thinwire.engine.parts import Loss
 from thinwire.engine.recipe import GivenOptimizer, GivenSchedule
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
@@ -50,6 +52,7 @@ def initialize(
     mesh_param: None = None,
     config_params: ConfigSource | None = None,
     *,
+    loss_fn: Loss | None = None,
     comm: Communicator | None = None,
 ) -> tuple[TrainingEngine, SynchronizedOptimizer | None, ResumableLoader | None, LRScheduler | None]:
     """Build the engine that trains `model`; returns (engine, optimizer, data loader, schedule). Collective.
@@ -68,12 +71,13 @@ def initialize(
         lr_scheduler: a torch schedule built on `optimizer`, or a function from the engine's optimizer to one; None for
             the configuration's, which gives way to it. It steps once a step that moves the weights.
         distributed_port: changes nothing: ranks meet where their launcher says.
-        mpu: None: there is data parallelism alone.
+        mpu: None: the configuration says over which ranks a model is split.
         dist_init_required: changes nothing: a torch process group is made where one is needed and there is none.
         collate_fn: makes a batch of samples, as in torch.utils.data.DataLoader.
         config: the path of a JSON file, or a dict.
         mesh_param: None, as mpu.
         config_params: the old name of `config`.
+        loss_fn: of a model's outputs and a batch's targets, for `train_batch` and a pipeline of an nn.Sequential.
         comm: a Communicator; by default `thinwire.comm.init()` finds out how the process was launched.
 
     Raises ValueError (ConfigError is one) or TypeError, on every rank, for what cannot work.
@@ -82,8 +86,9 @@ def initialize(
     on_every_rank(comm, lambda: _check_foreign(distributed_port, mpu, mesh_param), "take its arguments", BAD_INPUT)
     path = getattr(args, "thinwire_config", None) or getattr(args, "deepspeed_config", None)
     named = {"`config`": config, "`config_params`, its old name": config_params, "one on the command line": path}
-    settings = load_settings(lambda: _only(named, ""), comm)
-    given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+    settings = load_settings(lambda: with_stages(_only(named, ""), model), comm)
+    loss_fn = model.loss_fn if loss_fn is None and isinstance(model, PipelineModule) else loss_fn
+    given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, loss_fn)
     mark_configured(model, settings.zero_optimization.leaf_module)
     return build_engine(TrainingEngine, given, settings, comm)
 
@@ -122,17 +127,18 @@ def initialize_as_deepspeed(
         raise TypeError(f"initialize() got an unexpected keyword argument {next(iter(others))!r}")
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:
         raise NotOfferedError(
-            f"the mpu splits the model among {mpu.get_model_parallel_world_size()} ranks, and thinwire has data "
-            "parallelism and ZeRO only: leave mpu out, and shard the model with zero_optimization stage 3"
+            f"the mpu splits the model among {mpu.get_model_parallel_world_size()} ranks, and thinwire splits it by "
+            'itself: leave mpu out, and give the configuration "tensor_parallel" or "pipeline"'
         )
     if not isinstance(model, nn.Module):
         raise DeepSpeedUsageError(
             f"initialize() needs a model, a torch.nn.Module, got {type(model).__name__}: pass it as model=; the first "
             "argument is args, the command line's"
         )
-    given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+    loss_fn = model.loss_fn if isinstance(model, PipelineModule) else None
+    given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, loss_fn)
     comm = communication.init()
-    settings = load_settings(lambda: config, comm)
+    settings = load_settings(lambda: with_stages(config, model), comm)
     tree = config if isinstance(config, Mapping) else read_json_object(Path(config))
     _refuse_as_deepspeed(settings, tree, optimizer)
     mark_configured(model, settings.zero_optimization.leaf_module)
@@ -216,6 +222,7 @@ def _check_foreign(port: object, mpu: object, mesh_param: object) -> None:
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ValueError(
-                f"{name} asks for model, pipeline or sequence parallelism, and thinwire has data parallelism alone: "
-                "leave it out, or give the ranks that hold the same part of a model as `comm`, a Communicator's split()"
+                f"{name} is an object of another library's, and thinwire splits models by itself: leave it out, and "
+                'give the configuration "tensor_parallel" or "pipeline", or the ranks that hold the same part of a '
+                "model as `comm`, a Communicator's split()"
             )

@@ -20,7 +20,7 @@ class Instead(str):
 
 
 _NO_EXPERTS = Instead("it has no expert parallelism; use a mixture of experts of the model's own library")
-_NO_PIPELINES = Instead("it has no pipeline parallelism; shard the model with zero_optimization stage 3")
+_NO_GRID = Instead("engine.mesh has the ranks of each dimension, and engine.comm those that take other data")
 _NO_PARTS = Instead("it is for pipelines; torch.distributed.tensor.distribute_tensor cuts a tensor")
 _NO_COMET = Instead('use "tensorboard", "csv_monitor" or "wandb"')
 _NO_LAYERS = Instead(
@@ -64,7 +64,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ".engine": "DeepSpeedEngine",
         ".schedules": "add_tuning_arguments",
         ".utilities": "OnDevice log_dist logger",
-        ".pipe": "PipelineModule",
+        ".pipe": "PipelineModule pipe=",
         ".runtime.zero": "zero=",
         ".ops.transformer": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
         _NO_INFERENCE: "init_inference",
@@ -137,7 +137,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "DenseSparsityConfig=Dense FixedSparsityConfig=Fixed SparsityConfig VariableSparsityConfig=Variable",
     },
     "ops.transformer": {_NO_LAYERS: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
-    "pipe": {_NO_PIPELINES: "LayerSpec PipelineModule TiedLayerSpec"},
     "profiling.flops_profiler": {
         ".monitors": "FlopsProfiler=DeepSpeedFlopsProfiler",
         "thinwire.engine": "get_model_profile",
@@ -168,9 +167,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ".schedules": ALL,
         "thinwire.engine.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
     },
-    "runtime.pipe": {".pipe": "LayerSpec PipelineModule TiedLayerSpec"},
+    "runtime.pipe": {".pipe": "LayerSpec PipelineModule ProcessTopology TiedLayerSpec"},
     "runtime.pipe.module": {".pipe": "LayerSpec PipelineModule TiedLayerSpec"},
-    "runtime.pipe.topology": {_NO_PIPELINES: "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"},
+    "runtime.pipe.topology": {
+        ".pipe": "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
+        _NO_GRID: "PipelineParallelGrid",
+    },
     "runtime.precision_config": {
         ".sections": "get_bfloat16_config get_float16_config",
         "thinwire.engine.config.models": "DeepSpeedBF16Config=Bf16Config DeepSpeedFP16Config=Fp16Config",

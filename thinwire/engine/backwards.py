@@ -211,6 +211,10 @@ class StepLosses:
         good = detached.isnan().logical_not_() if detached.dtype == torch.float16 else detached.isfinite()
         return torch.where(good, start, torch.full_like(detached, math.nan))
 
+    def note(self, loss: Tensor) -> None:
+        """Note the mean of all ranks' losses in a step."""
+        self._sum, self.count = loss.detach().reshape(()).float(), 1
+
     def note_applied(self) -> None:
         """Note that the step of these losses was taken in fp16, and warn the first time that one of them was infinite:
         at once on a CPU, where every tenth step is looked at together with those before it on a GPU."""
@@ -278,7 +282,8 @@ class StepBackwards:
         self._warned = False
         self.losses = StepLosses()
         adds_averages = job.config.zero_optimization.stage == 3  # those of each backward, in their owners' shards
-        counted = job.config.gradient_accumulation_steps if job.config.managed_gradient_accumulation else None
+        managed = job.config.managed_gradient_accumulation and job.pipeline is None
+        counted = job.config.gradient_accumulation_steps if managed else None
         self.accumulation = Accumulation(counted, job.optimizer.no_sync, takes_more=adds_averages)
 
     def begin(self, loss: Tensor, parts: int | None, retain_graph: bool) -> Tensor:
@@ -289,6 +294,7 @@ class StepBackwards:
         optimizer, loss_scale, layer_drop = self._optimizer, self._job.loss_scale, self._job.layer_drop
         if isinstance(optimizer, NoOptimizer):
             optimizer.refuse("backward")
+        self._refuse_parts("backward")
         self.losses.check(loss)
         if loss_scale is not None:
             loss_scale.check(loss.dtype)
@@ -309,8 +315,9 @@ class StepBackwards:
         """Where none of the engine's backwards belongs to the micro-batch that ends, take up gradients that others have
         brought, each times `parts` of what it contributes. Where there are none, whoever ends the micro-batch says so.
 
-        Raises CallError with layer drop.
+        Raises CallError with layer drop, and with a pipeline.
         """
+        self._refuse_parts("step")
         ready = self.accumulation.ready or self.accumulation.inside_no_sync
         groups = self._optimizer.param_groups
         if ready or self.losses.count or all(one.grad is None for group in groups for one in group["params"]):
@@ -330,6 +337,29 @@ class StepBackwards:
             )
         self._optimizer.summed, self._optimizer.loss_scale = parts, 1.0
         self.accumulation.end_backward()
+
+    def take_pipeline(self, loss: Tensor, parts: int) -> None:
+        """Note the mean loss of a step's `parts` micro-batches, whose gradients are all here.
+
+        They are made NaN with a loss that might make them so, as those of `begin` are.
+        """
+        self.losses.note(loss)
+        good = loss.isfinite() if self._job.loss_scale is None else loss.isnan().logical_not()
+        gradients = (one.grad for group in self._optimizer.param_groups for one in group["params"])
+        for gradient in gradients:
+            if gradient is not None:
+                local = getattr(gradient, "_local_tensor", gradient)
+                local.mul_(torch.where(good, 1.0, math.nan).to(local.dtype))
+                break
+        for _ in range(parts):
+            self.accumulation.end_backward()
+
+    def _refuse_parts(self, call: str) -> None:
+        if self._job.pipeline is not None:
+            raise CallError(
+                f"{call}() was called on one micro-batch, and a pipeline runs all of a step at a time: call "
+                "engine.train_batch(iterator), which steps too"
+            )
 
     def warn_of_a_checkpoint(self, step: int) -> None:
         """Tell, on rank 0, who saves in mid-step that the checkpoint is that of step `step`."""

@@ -341,7 +341,7 @@ def make_loader(
         comm,
         shuffle=shuffle,
         seed=config.seed,
-        drop_last=config.dataloader_drop_last,
+        drop_last=config.dataloader_drop_last or config.pipeline.stages > 1,
         collate_fn=collate_fn,
         num_workers=num_workers,
         pin_memory=pin_memory and device.type == "cuda",

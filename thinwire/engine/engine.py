@@ -38,7 +38,8 @@ class Engine:
     `module`, `optimizer`, `lr_scheduler`, `training_dataloader`, `device`: what it works with; `optimizer` is None
     where the engine evaluates only. `settings`: the loaded configuration. `global_steps`: taken or skipped so far;
     `skipped_steps` of them moved nothing. `global_samples`: seen in them by all ranks, every micro-batch counted as a
-    full one. `micro_steps`: calls of step(). `loss_scaler`: fp16's loss scale, None in other precisions.
+    full one. `micro_steps`: micro-batches so far. `comm`: the ranks that take other data. `mesh`: its dimensions are
+    "pp", "dp" and "tp"; None where every rank has all of the model. `loss_scaler`: fp16's loss scale, else None.
     `loaded_checkpoint_dp_world_size`: ranks that saved the checkpoint that was loaded last. `monitor`: takes scalars of
     your own, `engine.monitor.write_events([(name, value, engine.global_samples)])`. `flops_profiler`: of the step that
     the configuration names, else None.
@@ -55,6 +56,7 @@ class Engine:
         self.training_dataloader = job.loader
         self.settings = job.config
         self.comm = job.comm
+        self.mesh = job.mesh
         self.device = job.device
         self.global_steps = 0
         self.global_samples = 0
@@ -387,7 +389,7 @@ class Engine:
         self._reports.report(summary, self._losses)
         if self.loss_scaler is None:
             stops = outcome.overflow and not alone and not self.settings.bf16.check_grad_overflow
-            return self._losses.not_finite(self.comm, self.global_steps) if stops else None
+            return self._losses.not_finite(self._job.world, self.global_steps) if stops else None
         if outcome.applied:
             self._losses.note_applied()
         try:

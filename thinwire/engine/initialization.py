@@ -28,6 +28,7 @@ from thinwire.engine.job_checkpoints import JobCheckpoints
 from thinwire.engine.loss_scale import make_loss_scale
 from thinwire.engine.model import LayerDropping, Precision, UsedParameters, check_model, put_in_sparse_attention
 from thinwire.engine.optimizers import NoOptimizer, OptimizerBuilder
+from thinwire.engine.parts import Loss, ModelPart, NoCheckpoints, part_of
 from thinwire.engine.recipe import GivenOptimizer, GivenSchedule, Recipe, check_schedule, find_recipe, make_schedule
 from thinwire.engine.reports import JobReports
 from thinwire.sparse_attn import densify
@@ -51,6 +52,7 @@ class Given:
     training_data: Any
     lr_scheduler: GivenSchedule | None
     collate_fn: Callable[[list[Any]], Any] | None
+    loss_fn: Loss | None = None
 
 
 def build_engine(
@@ -60,47 +62,48 @@ def build_engine(
 
     Raises ValueError or TypeError, on every rank, for what cannot work.
     """
-    comm, stage = _logged(comm, settings.comms_logger), settings.zero_optimization.stage
+    world, stage = _logged(comm, settings.comms_logger), settings.zero_optimization.stage
     if stage < 3:
         kind.prepared.gather(given.model)
-    trained, device = on_every_rank(comm, lambda: check_model(given.model, stage), "train this model", BAD_INPUT)
-    agree_on_model(comm, trained)
-    recipe = on_every_rank(comm, lambda: _asked_for(given, trained, settings), "build its optimizer", BAD_INPUT)
-    _say_at_start(comm, settings, given, 0 if recipe is None else recipe.passed_over)
+    whole, device = on_every_rank(world, lambda: check_model(given.model, stage), "train this model", BAD_INPUT)
+    agree_on_model(world, whole)
+    recipe = on_every_rank(world, lambda: _asked_for(given, whole, settings), "build its optimizer", BAD_INPUT)
+    _say_at_start(world, settings, given, 0 if recipe is None else recipe.passed_over)
     precision = Precision.of(settings)
-    device = _prepare(trained, recipe, precision, comm, device)
+    device = _prepare(whole, recipe, precision, world, device, settings.ranks_of_a_model > 1)
     with ExitStack() as undo:
-        kind.prepared.show_shapes(trained)
-        undo.callback(kind.prepared.hide_shapes, trained)
-        names = ModelNames.of(trained, precision)
-        recomputed, layer_drop = _plug_in(trained, settings, comm, undo)
-        builder = OptimizerBuilder(trained, comm, device, settings, precision, kind.prepared)
-        sharded: SynchronizedOptimizer | NoOptimizer
-        schedule = None
-        if recipe is None:
-            sharded = NoOptimizer(builder.shard_for_evaluation())
-        else:
-            optimizer = sharded = builder.build(recipe)
-            schedule = on_every_rank(
-                comm, lambda: make_schedule(given.lr_scheduler, optimizer, settings), "build its schedule", BAD_INPUT
-            )
-            if not settings.zero_optimization.ignore_unused_parameters:
-                used = UsedParameters(trained, comm)
-                undo.callback(used.remove)
-                optimizer.register_step_post_hook(used.check)
+        kind.prepared.show_shapes(whole)
+        undo.callback(kind.prepared.hide_shapes, whole)
+        names = ModelNames.of(whole, precision)
+        recomputed, layer_drop = _plug_in(whole, settings, world, undo)
+        parts = ModelPart(whole, world)
+        if settings.ranks_of_a_model > 1:
+            parts = part_of(whole, settings, world, device, given.loss_fn)
+            recipe = None if recipe is None else recipe.over(parts.moved)
+            precision.convert(parts.model, set() if recipe is None else recipe.trains())
+            names = ModelNames.of(parts.model, precision)
+            if recomputed is not None and parts.pipeline is not None:  # stages are copies of the model's modules
+                recomputed.restore()
+                recomputed = None
+        builder = OptimizerBuilder(parts.model, parts.replicas, device, settings, precision, kind.prepared)
+        optimizer, schedule = _build_optimizer(builder, recipe, given, world, undo)
         loader = None
         if given.training_data is not None:
-            loader = make_loader(given.training_data, settings, comm, device, collate_fn=given.collate_fn)
+            loader = make_loader(given.training_data, settings, parts.replicas, device, collate_fn=given.collate_fn)
         job = Job(
-            model=trained,
-            optimizer=sharded,
+            model=parts.model,
+            optimizer=optimizer,
             schedule=schedule,
             loader=loader,
             # At the smallest scale a worker alone is no error: the others go on.
-            loss_scale=make_loss_scale(settings.fp16, 0 if sharded.steps_alone else stage),
+            loss_scale=make_loss_scale(settings.fp16, 0 if optimizer.steps_alone else stage),
             precision=precision,
             config=settings,
-            comm=comm,
+            comm=parts.replicas,
+            world=world,
+            mesh=parts.mesh,
+            pipeline=parts.pipeline,
+            loss_fn=given.loss_fn,
             device=device,
             recomputed=recomputed,
             layer_drop=layer_drop,
@@ -109,9 +112,25 @@ def build_engine(
             given_schedule=given.lr_scheduler is not None,
             names=names,
         )
-        engine = kind(job, JobCheckpoints(job), JobReports(job))
+        engine = kind(job, JobCheckpoints(job) if parts.mesh is None else NoCheckpoints(), JobReports(job))
         undo.pop_all()
     return engine, engine.optimizer, loader, schedule
+
+
+def _build_optimizer(
+    builder: OptimizerBuilder, recipe: Recipe | None, given: Given, world: Communicator, undo: ExitStack
+) -> tuple[SynchronizedOptimizer | NoOptimizer, LRScheduler | None]:
+    """What steps the model, and its schedule."""
+    if recipe is None:
+        return NoOptimizer(builder.shard_for_evaluation()), None
+    optimizer, settings = builder.build(recipe), builder.config
+    make = partial(make_schedule, given.lr_scheduler, optimizer, settings)
+    schedule = on_every_rank(world, make, "build its schedule", BAD_INPUT)
+    if not settings.zero_optimization.ignore_unused_parameters:
+        used = UsedParameters(builder.model, world)
+        undo.callback(used.remove)
+        optimizer.register_step_post_hook(used.check)
+    return optimizer, schedule
 
 
 def _asked_for(given: Given, model: nn.Module, settings: EngineConfig) -> Recipe | None:
@@ -145,12 +164,18 @@ def _logged(comm: Communicator, section: CommsLoggerConfig) -> Communicator:
 
 
 def _prepare(
-    model: nn.Module, recipe: Recipe | None, precision: Precision, comm: Communicator, device: torch.device
+    model: nn.Module,
+    recipe: Recipe | None,
+    precision: Precision,
+    comm: Communicator,
+    device: torch.device,
+    is_cut: bool,
 ) -> torch.device:
     """Put the model into its precision and on the device that is returned, with rank 0's values of what no optimizer
-    holds: an optimizer gives its parameters to all ranks itself."""
-    held = set() if recipe is None else recipe.trains()
-    precision.convert(model, held)
+    holds: an optimizer gives its parameters to all ranks itself. One that will be cut is whole and alike before."""
+    held = set() if recipe is None or is_cut else recipe.trains()
+    if not is_cut:
+        precision.convert(model, held)
     if comm.backend == "nccl" and device.type == "cpu":
         device = torch.device("cuda", torch.cuda.current_device())
         model.to(device)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire.comm import Communicator
@@ -20,6 +21,7 @@ from thinwire.engine.data import ResumableLoader
 from thinwire.engine.loss_scale import LossScale
 from thinwire.engine.model import LayerDropping, Precision
 from thinwire.engine.optimizers import NoOptimizer
+from thinwire.parallel import Pipeline
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 
@@ -57,6 +59,8 @@ class ModelNames:
 class Job:
     """`schedule`, `loader`, `loss_scale`, `recomputed`, `layer_drop`: None where there is none.
 
+    `comm`: ranks that hold the same of the model, and take other data. `world`: all ranks. `mesh`, `pipeline`: None
+    where every rank holds the whole model, or one stage of it. `loss_fn`: of a model that finds no loss by itself.
     `device`: of model and inputs. `collate_fn`: of further loaders; None for torch's.
     `given_optimizer`, `given_schedule`: whether it was passed, and not named in the configuration.
     """
@@ -69,6 +73,10 @@ class Job:
     precision: Precision
     config: EngineConfig
     comm: Communicator
+    world: Communicator
+    mesh: DeviceMesh | None
+    pipeline: Pipeline | None
+    loss_fn: Callable[[Any, Any], Tensor] | None
     device: torch.device
     recomputed: ActivationCheckpoints | None
     layer_drop: LayerDropping | None

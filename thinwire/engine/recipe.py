@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,14 @@ class Recipe:
     def elastic(self) -> bool:
         """Whether workers come and go."""
         return isinstance(self.optimizer, LocalUpdates) and self.options.get("elastic") is not None
+
+    def over(self, moved: Mapping[int, Tensor]) -> Recipe:
+        """The same of the parameters in `moved`, by the ids of those in whose place they are; of others nothing is
+        here. Groups stay the same dicts."""
+        groups = groups_of(self.parameters)
+        for group in groups:
+            group["params"] = [moved[id(one)] for one in group["params"] if id(one) in moved]
+        return replace(self, parameters=groups)
 
     def trains(self) -> set[int]:
         """The ids of the parameters that the optimizer will hold."""

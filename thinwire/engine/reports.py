@@ -170,7 +170,7 @@ class JobReports:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        config, comm, section = job.config, job.comm, job.config.flops_profiler
+        config, comm, section = job.config, job.world, job.config.flops_profiler
         self._timers = StepTimers(job.device, enabled=config.wall_clock_breakdown)
         self.span: Callable[[str], AbstractContextManager[Any]] = self._timers if self._timers.enabled else nullcontext
         self.flops_profiler: FlopsProfiler | None = None
@@ -194,7 +194,7 @@ class JobReports:
 
     def report(self, summary: StepSummary, losses: StepLosses) -> None:
         """Print and write what is due after a step. Collective where something is."""
-        config, comm = self._job.config, self._job.comm
+        config, comm = self._job.config, self._job.world
         self._timers.end_step(summary.batch_size)
         if self.flops_profiler is not None:
             self._end_profile(self.flops_profiler, summary.batch_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,8 +20,7 @@ from torch.distributed.pipelining.schedules import (
 from thinwire.comm import Communicator, TorchCommunicator
 from thinwire.comm.agreement import on_every_rank
 from thinwire.parallel.compressed_stage import ActivationCodec, CompressedStage
-from thinwire.parallel.splitting import HuggingFaceStage, Split, split_model
-from thinwire.zero.replica import Stages
+from thinwire.parallel.splitting import Split, StageModules, split_model
 
 Loss = Callable[[Any, Any], Tensor]
 _STAGES_A_RANK = 2  # of schedules that take several
@@ -37,13 +37,14 @@ class Pipeline:
     model: a Hugging Face encoder or decoder with a loss of its own, or an nn.Sequential; the whole of it, on its
         device, alike on every rank.
     micro_batches: of a global batch, all of one shape.
-    mesh: with a dimension "pp" for the stages, if there are replicas of them "dp", and if torch has parallelised the
-        model's modules, all in the same way, over "tp"; None: all ranks are stages.
+    mesh: with a dimension "pp" for the stages, and if there are replicas of them "dp"; None: all ranks are stages.
     schedule: a name that torch's `get_schedule_class` knows. Those that take several stages a rank get two.
-    split: `parameters`, so that the largest stage is as small as can be, or the names of the blocks that stages but the
-        first begin with.
+    split: `parameters`, so that the largest stage is as small as can be, `time`, so that it has as few operations, by
+        the forward of a Hugging Face model, or the names of the blocks that stages but the first begin with.
     loss_fn: of the outputs of an nn.Sequential and the batch's targets.
     activations, gradients: as `CompressedStage` takes them; tensors travel as they are unless told otherwise.
+
+    `loss_scale`: what gradients are times, for fp16; losses that are returned are not.
 
     Collective to make. Weights that stages share (tied embeddings) begin as the first of these has them, and their
     gradients are added up. Raises ValueError, on every rank, for a model that cannot be split.
@@ -64,8 +65,7 @@ class Pipeline:
         named = {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
         group = named["pp"] if mesh is not None else None
         self.comm: Communicator = TorchCommunicator(group)
-        averaging = TorchCommunicator(named["dp"]) if "dp" in named else None
-        self._averaging = averaging if averaging is not None and averaging.size > 1 else None
+        self._replicas = TorchCommunicator(named["dp"]) if "dp" in named else None
         self.micro_batches = micro_batches
         self._read_batch = _from_tuples if isinstance(model, nn.Sequential) else _from_mappings
         self._loss_fn: Loss = loss_fn or _loss_of_model
@@ -80,7 +80,7 @@ class Pipeline:
 
         kind, places, parts = on_every_rank(self.comm, prepare, "split the model into stages", (ValueError,))
         mine = places[self.comm.rank]
-        self.modules = nn.ModuleDict({str(number): parts[number] for number in mine})
+        self.modules = StageModules({str(number): parts[number] for number in mine})
         self._ties = self._tie([[parts[number] for number in of_rank] for of_rank in places])
         options: dict[str, Any] = {"group": group, "activations": activations, "gradients": gradients}
         stages = [CompressedStage(parts[number], number, len(parts), device, **options) for number in mine]
@@ -90,20 +90,16 @@ class Pipeline:
         one_or_all: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         self._schedule = kind(one_or_all, micro_batches, loss_fn=self._loss, scale_grads=False)
         self._expected: tuple[Any, ...] = ()
+        self._targets: list[Any] = []
+        self.loss_scale = 1.0
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of this rank's stages, under the names that the whole model has for them."""
-        seen: set[int] = set()
-        for part in self.modules.values():
-            for name, parameter in (part.model if isinstance(part, HuggingFaceStage) else part).named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield name, parameter
+        return self.modules.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of this rank's stages."""
-        for _, parameter in self.named_parameters():
-            yield parameter
+        return self.modules.parameters()
 
     def train_batch(self, batches: Iterator[Any], optimizer: Any = None, *, max_norm: float | None = None) -> Tensor:
         """Train on the next micro-batches, alike on every rank of a pipeline, and return their mean loss on every rank.
@@ -112,25 +108,41 @@ class Pipeline:
             nn.Sequential.
         optimizer: takes its step, and lets gradients go; None leaves both to the caller. Where it has `no_sync`,
             gradients leave for the replicas once the last micro-batch is done.
-        max_norm: of the gradients of all stages together, for a plain optimizer or none; one of thinwire's has its own,
-            which counts all stages after averaging, and takes a step on all of them or on none.
+        max_norm: of the gradients of all stages together, where there are no replicas to average them over.
 
         Raises StopIteration where no micro-batch is left, and ValueError, on every rank, where one is amiss, or for an
-        optimizer that would step stages or replicas apart.
+        optimizer that would clip by the norm of its stage alone.
         """
-        self._check(optimizer, max_norm)
+        if getattr(optimizer, "max_norm", 0) and self.comm.size > 1:
+            raise ValueError(
+                f"{type(optimizer).__name__} has max_norm={optimizer.max_norm}, and would clip by its stage's norm "
+                "alone: make it without, and give max_norm to train_batch, which clips by the norm of all stages"
+            )
+        if max_norm is not None and self._replicas is not None:
+            raise ValueError(
+                f"max_norm={max_norm} would clip what each replica has, before it is averaged over the replicas: train "
+                "replicas of a pipeline without clipping"
+            )
         waiting = optimizer.no_sync() if hasattr(optimizer, "no_sync") else contextlib.nullcontext()
         with waiting:
             loss = self._run(self._schedule.step, batches)
-            for comm, parameter in self._ties:
-                if parameter.grad is not None:
-                    comm.all_reduce(_here(parameter.grad))
+            for comm, parameter, _ in self._ties:
+                if parameter.requires_grad:
+                    comm.all_reduce(_local_gradient(parameter))
         if max_norm is not None:
             self.clip_grad_norm_(max_norm)
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
+            if hasattr(optimizer, "no_sync"):
+                self.tie_weights()
         return loss
+
+    def tie_weights(self) -> None:
+        """Give weights that stages share the values that the first of these has: codecs round copies apart.
+        Collective."""
+        for comm, parameter, _ in self._ties:
+            comm.broadcast(_local(parameter.data), root=0)
 
     @torch.no_grad()
     def eval_batch(self, batches: Iterator[Any]) -> Tensor:
@@ -145,60 +157,38 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale gradients, in place, to a norm over all stages of at most `max_norm`, and return what it was.
         Collective."""
-        elsewhere = {*self._stages.ties} - self._stages.counted
-        gradients = [one.grad for one in self.parameters() if one.grad is not None and id(one) not in elsewhere]
+        counted = {id(parameter) for _, parameter, counts in self._ties if not counts}
+        gradients = [one.grad for one in self.parameters() if one.grad is not None and id(one) not in counted]
         total = torch.nn.utils.get_total_norm(gradients).float().square()
         self.comm.all_reduce(total)
         norm = total.sqrt()
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
 
-    def _check(self, optimizer: Any, max_norm: float | None) -> None:
-        name = type(optimizer).__name__
-        if optimizer is not None and self._averaging is not None and not hasattr(optimizer, "no_sync"):
-            raise ValueError(
-                f"{name} averages no gradients over the replicas of the pipeline, which would drift apart: take "
-                f'thinwire.zero.ShardedOptimizer(pipeline.parameters(), torch.optim.{name}, mesh=mesh["dp"])'
-            )
-        if self.comm.size > 1 and hasattr(optimizer, "no_sync") and optimizer.replica is None:
-            raise ValueError(f"{name} has parameters of no pipeline: build it of this one's pipeline.parameters()")
-        cut = any(hasattr(one, "placements") for one in self.parameters())
-        if max_norm is not None and (self._averaging is not None or cut):
-            raise ValueError(
-                f"max_norm={max_norm} would clip what each rank has, before it is averaged over replicas or by what "
-                "tensor parallelism has left of it: give max_norm to an optimizer of thinwire"
-            )
-
     def _run(self, schedule: Callable[..., Any], batches: Iterator[Any]) -> Tensor:
-        first, others, target = on_every_rank(
+        given, others, self._targets = on_every_rank(
             self.comm, lambda: self._next(batches), "read micro-batches", (ValueError, StopIteration)
         )
         losses: list[Tensor] = []
         schedule(
-            *([first] if self._first else ()),
-            target=target if self._last else None,
+            *(given if self._first else ()),
+            target=torch.arange(self.micro_batches) if self._last else None,
             losses=losses,
             return_outputs=False,
             **others,
         )
-        loss = torch.stack(losses).sum().detach().float() if self._last else torch.zeros((), device=first.device)
+        loss = torch.zeros((), device=given[0].device)
+        if self._last:
+            loss += torch.stack(losses).sum().detach() / self.loss_scale
         self.comm.broadcast(loss, root=self._last_rank)
-        if self._averaging is not None:
-            self._averaging.all_reduce(loss, "mean")
+        if self._replicas is not None:
+            self._replicas.all_reduce(loss, "mean")
         return loss
 
-    def _next(self, batches: Iterator[Any]) -> tuple[Tensor, dict[str, Any], Tensor]:
-        """A global batch: the first stage's input, what every stage gets, and targets."""
-        if not hasattr(batches, "__next__"):
-            raise ValueError(f"batches must be an iterator, not a {type(batches).__name__}: give iter(...) of it")
-        read = [self._read_batch(batch) for _, batch in zip(range(self.micro_batches), batches, strict=False)]
-        if not read:
-            raise StopIteration
-        if len(read) < self.micro_batches:
-            raise ValueError(
-                f"only {len(read)} micro-batches were left, and a global batch takes {self.micro_batches}: leave the "
-                "last ones out, or begin anew"
-            )
+    def _next(self, batches: Iterator[Any]) -> tuple[list[Tensor], dict[str, Tensor], list[Any]]:
+        """A global batch: the first stage's inputs, what every stage gets, and the targets of each micro-batch."""
+        taken = [self._read_batch(batch) for batch in next_batches(batches, self.micro_batches)]
+        read = [given for given, _ in taken]
         # Torch finds shapes out in a first step, and anew where training and evaluation take turns.
         mode = torch.is_grad_enabled()
         shapes = [(mode, {name: (tuple(one.shape), one.dtype) for name, one in batch.items()}) for batch in read]
@@ -210,35 +200,43 @@ class Pipeline:
                     f"micro-batch {number} is {shape[1]} and the first one was {self._expected[1]}: torch's schedules "
                     "take micro-batches of one shape. Pad samples, and leave the last ones out (drop_last=True)"
                 )
-        whole = {name: torch.cat([batch[name] for batch in read]) for name in read[0]}
-        target = whole.pop("target") if "target" in whole else whole["labels"]
-        return whole.pop("input"), whole, target
+        whole: dict[Any, Tensor] = {name: torch.cat([batch[name] for batch in read]) for name in read[0]}
+        inputs = [whole.pop(place) for place in range(len(whole)) if place in whole]
+        return inputs, whole, [target for _, target in taken]
 
-    def _loss(self, output: Any, target: Any) -> Tensor:
-        return self._loss_fn(output, target) / self.micro_batches
+    def _loss(self, output: Any, number: Tensor) -> Tensor:
+        """Of a micro-batch of this number, its share of the mean, times the loss scale."""
+        loss = self._loss_fn(output, self._targets[int(number)])
+        return loss.float() * (self.loss_scale / self.micro_batches)
 
-    def _tie(self, parts: list[list[nn.Module]]) -> list[tuple[Communicator, nn.Parameter]]:
-        """Parameters that other ranks have too, with a communicator over those who do."""
+    def _tie(self, parts: list[list[nn.Module]]) -> list[tuple[Communicator, nn.Parameter, bool]]:
+        """Parameters that other ranks have too: a communicator over those who do, and if this one counts their norm."""
         held = [{id(one): one for part in of_rank for one in part.parameters()} for of_rank in parts]
-        mine, ties = held[self.comm.rank], []
-        self._stages = Stages(self.comm, {}, set())
-        for number, key in enumerate(dict.fromkeys(key for of_rank in held for key in of_rank)):
+        ties = []
+        for key in dict.fromkeys(key for of_rank in held for key in of_rank):
             ranks = [rank for rank, of_rank in enumerate(held) if key in of_rank]
             if len(ranks) > 1:
                 comm = self.comm.split(0 if self.comm.rank in ranks else None)
                 if comm is not None:
-                    comm.broadcast(_here(mine[key].detach()), root=0)
-                    ties.append((comm, mine[key]))
-                    self._stages.ties[key] = number
-                    self._stages.counted |= {key} if comm.rank == 0 else set()
-        if self.comm.size > 1:
-            self._stages.note(mine.values())
+                    parameter = held[self.comm.rank][key]
+                    comm.broadcast(_local(parameter.data), root=0)
+                    ties.append((comm, parameter, ranks[0] == self.comm.rank))
         return ties
 
 
-def _here(tensor: Tensor) -> Tensor:
-    """What tensor parallelism has left of it on this rank."""
-    return getattr(tensor, "_local_tensor", tensor)
+def next_batches(batches: Iterator[Any], count: int) -> list[Any]:
+    """The next micro-batches. Raises StopIteration where there are none, ValueError where there are fewer."""
+    if not hasattr(batches, "__next__"):
+        raise ValueError(f"batches must be an iterator, not a {type(batches).__name__}: give iter(...) of it")
+    taken = list(itertools.islice(batches, count))
+    if not taken:
+        raise StopIteration
+    if len(taken) < count:
+        raise ValueError(
+            f"only {len(taken)} micro-batches were left, and a global batch takes {count}: leave the last ones out, or "
+            "begin anew"
+        )
+    return taken
 
 
 def _places(kind: type, ranks: int) -> list[list[int]]:
@@ -250,23 +248,42 @@ def _places(kind: type, ranks: int) -> list[list[int]]:
     return [[rank + ranks * turn for turn in range(_STAGES_A_RANK)] for rank in range(ranks)]
 
 
-def _loss_of_model(output: Tensor, target: Tensor) -> Tensor:
+def _loss_of_model(output: Tensor, target: None) -> Tensor:
     """A Hugging Face model has found it."""
     return output
 
 
-def _from_mappings(batch: Any) -> dict[str, Tensor]:
+def _from_mappings(batch: Any) -> tuple[dict[Any, Tensor], None]:
+    """What a micro-batch gives to stages, by name, the first stage's by number; and its targets."""
     if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= {*batch}:
         raise ValueError(
             "a micro-batch for a Hugging Face model has input_ids and labels, and whatever else it takes, by name; got "
             f"{sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__}"
         )
-    return {"input" if name == "input_ids" else name: one for name, one in batch.items()}
+    return {0 if name == "input_ids" else name: one for name, one in batch.items()}, None
 
 
-def _from_tuples(batch: Any) -> dict[str, Tensor]:
+def _from_tuples(batch: Any) -> tuple[dict[Any, Tensor], Any]:
+    """The same of a pair."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ValueError(
             f"a micro-batch for an nn.Sequential is a pair, inputs and targets; got {type(batch).__name__}"
         )
-    return {"input": batch[0], "target": batch[1]}
+    return dict(enumerate(batch[0] if isinstance(batch[0], tuple | list) else [batch[0]])), batch[1]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What is here of a tensor, which may be a DTensor."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def _local_gradient(parameter: Tensor) -> Tensor:
+    """Of a parameter that another rank may use, with zeros where this one has not."""
+    found: Any = parameter.grad
+    if found is None:
+        parameter.grad = found = torch.zeros_like(parameter)
+    whole: Any = parameter
+    if getattr(found, "placements", None) != getattr(whole, "placements", None):
+        parameter.grad = found = found.redistribute(placements=whole.placements)
+    return _local(found)

@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-Split = Literal["parameters"] | Sequence[str]
+Split = Literal["parameters", "time"] | Sequence[str]
 
 
 class _Passed(nn.Module):
@@ -47,11 +48,38 @@ class HuggingFaceStage(nn.Module):
         return output.clone() if output._is_view() else output  # zero-bubble schedules detach outputs, in place
 
 
+class StageModules(nn.ModuleDict):
+    """The stages that a rank has, by their numbers; modules, parameters and buffers have the whole model's names."""
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Go through the modules that are here."""
+        for part in self._wholes():
+            yield from part.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """What there is here of the whole model's."""
+        parts = (part.state_dict(prefix=prefix, keep_vars=keep_vars) for part in self._wholes())
+        return {name: one for part in parts for name, one in part.items()}
+
+    def forward(self, *given: Any, **options: Any) -> Any:
+        """Raise RuntimeError: a schedule runs them."""
+        raise RuntimeError(
+            "this rank holds stages of the model only, which a schedule runs: call train_batch or eval_batch with an "
+            "iterator of micro-batches"
+        )
+
+    def _wholes(self) -> Iterator[nn.Module]:
+        for part in self.values():
+            yield part.model if isinstance(part, HuggingFaceStage) else part
+
+
 def split_model(model: nn.Module, stages: int, split: Split) -> list[nn.Module]:
     """The modules of `stages` stages, which share the parameters of `model`, each under its name there.
 
     A Hugging Face model is cut between its blocks, an nn.Sequential between its modules, into stages whose largest has
-    as few parameters as can be, or where `split` names what the second stage, the third, ... begin with.
+    as few parameters, or operations (`time`), as can be, or where `split` names what stages but the first begin with.
 
     Raises ValueError for what cannot be split.
     """
@@ -68,6 +96,8 @@ def split_model(model: nn.Module, stages: int, split: Split) -> list[nn.Module]:
         raise ValueError(f"{type(model).__name__} has {len(names)} blocks{where}, too few for {stages} stages")
     if split == "parameters":
         cuts = _balanced([_numel(block) for block in at.children()], *_ends(model, path), stages)
+    elif split == "time":
+        cuts = _balanced(*_operations(model, path, names), stages)
     else:
         known = {prefix + name: number for number, name in enumerate(names)}
         if strange := [name for name in split if name not in known]:
@@ -126,6 +156,21 @@ def _ends(model: nn.Module, path: str) -> tuple[int, int]:
     for parent, name, before in _beside(model, path):
         found[not before] += _numel(parent.get_submodule(name))
     return found[0], found[1]
+
+
+@torch.no_grad()
+def _operations(model: nn.Module, path: str, names: Sequence[str]) -> tuple[list[int], int, int]:
+    """Of a forward of a few tokens: of each block, before the blocks, where there are none, and after them."""
+    if isinstance(model, nn.Sequential):
+        raise ValueError(
+            'split="time" runs the model, and the input of an nn.Sequential is not known: use "parameters", or names'
+        )
+    tokens = torch.arange(8, device=next(model.parameters()).device).unsqueeze(0)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens)
+    counts = {name.partition(".")[2]: sum(found.values()) for name, found in counter.get_flop_counts().items()}
+    blocks = [counts.get(f"{path}.{name}", 0) for name in names]
+    return blocks, 0, counter.get_total_flops() - sum(blocks)
 
 
 def _balanced(sizes: list[int], before: int, after: int, stages: int) -> list[int]:

@@ -131,23 +131,29 @@ def gathered(parameter: Tensor) -> Tensor | None:
     return whole
 
 
-def join_process_group(comm: Communicator, device: torch.device) -> Communicator:
+def join_process_group(
+    comm: Communicator,
+    device: torch.device,
+    what: str = "zero_optimization.stage 3",
+    instead: str = "use stage 0, 1 or 2",
+) -> Communicator:
     """The ranks of `comm` as a torch process group that FSDP2 can use, made where there is none. Collective.
 
-    Raises ValueError for ranks in threads, which share one process, and for a part of the job's ranks.
+    Raises ValueError, which says `what` needs it, for ranks in threads, which share one process, and for a part of the
+    job's ranks.
     """
     if comm.backend == "threads":
         raise ValueError(
-            "zero_optimization.stage 3 needs processes, and these ranks are threads: torch's FSDP2 has one process "
-            "group a process. Start the script with torchrun, mpirun or srun, or use stage 0, 1 or 2"
+            f"{what} needs processes, and these ranks are threads: torch has one process group a process. Start the "
+            f"script with torchrun, mpirun or srun, or {instead}"
         )
     joined = comm
     if comm.backend not in ("gloo", "nccl"):
         joined = communication.init("nccl" if device.type == "cuda" else "gloo", comm.timeout, quiet=True)
     if (joined.rank, joined.size) != (comm.rank, comm.size) or comm.size != dist.get_world_size():
         raise ValueError(
-            f"zero_optimization.stage 3 shards over all ranks of the job, {dist.get_world_size()}, and this "
-            f"communicator has {comm.size} of them: pass none, or use stage 0, 1 or 2"
+            f"{what} takes all ranks of the job, {dist.get_world_size()}, and this communicator has {comm.size} of "
+            f"them: pass none, or {instead}"
         )
     return joined
 

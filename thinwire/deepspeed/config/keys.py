@@ -112,7 +112,11 @@ DECLINED: Mapping[str, Declined] = {
     "autotuning": Declined("`thinwire plan` predicts step time and memory and recommends a method; delete it"),
     "elasticity": Declined("a checkpoint resumes on any number of ranks; give the batch sizes"),
     "eigenvalue": Declined("it only served quantize_training; delete it"),
-    "tensor_parallel": Declined("use thinwire.parallel.parallelize"),
+    **dict.fromkeys(
+        ("tensor_parallel.tp", "tensor_parallel.partition_config", "tensor_parallel.injection_policy_tuple"),
+        Declined("thinwire.parallel has plans for models; call torch's parallelize_module for others"),
+    ),
+    "tensor_parallel.replace_with_kernel_inject": _off("layers are the model's own"),
     "expert_parallel": Declined("every rank holds every expert; delete it"),
     "sequence_parallel_size": Declined("every rank is a data-parallel rank", (1,)),
     "curriculum_learning": Declined("order the data set itself"),
@@ -203,6 +207,21 @@ _CHECKPOINTS = {
     **_idle(Object | None, _CHECKPOINT, "parallel_write", "writer"),
 }
 
+_PIPELINE = {
+    **_idle(str | None, 'the PipelineModule, or "split", says how stages are cut', "partition"),
+    **_idle(bool, "the PipelineModule says whether layers have seeds of their own", "seed_layers"),
+    **_idle(bool, "tensors travel whole, or in the codecs that are named", "pipe_partitioned", "grad_partitioned"),
+    **_idle(WholeNumber, _RECOMPUTED, "activation_checkpoint_interval"),
+    **_idle(bool, "recomputation is never reentrant", "use_reentrant"),
+}
+
+_TENSOR_PARALLEL = {
+    **_idle(str | None, "the model's class says which layers are cut", "preset_model"),
+    **_idle(str | None, "weights are cut in the dtype that they have", "dtype"),
+    **_idle(bool, "sums over the ranks of a layer are waited for", "tp_overlap_comm"),
+    **_idle(bool, "the model is cut on its device", "keep_module_on_host"),
+}
+
 WITHOUT_EFFECT: Mapping[str, WithoutEffect] = {
     # Published files have 0 and 1 here.
     **_idle(WholeNumber | bool, "any elementwise optimizer runs sharded", "zero_allow_untested_optimizer"),
@@ -217,7 +236,6 @@ WITHOUT_EFFECT: Mapping[str, WithoutEffect] = {
         "seq_parallel_comm_data_type",
     ),
     **_idle(bool, "there are no experts in parallel", "use_data_before_expert_parallelism"),
-    **_idle(Object | None, "the model runs whole on every rank", "pipeline"),
     **_idle(Object | None, "call torch.compile on the model for speed", "compile"),
     **_idle(bool, "call torch.compile on the model for speed", "graph_harvesting"),
     **_idle(Object | None, "state is not offloaded to NVMe", "aio"),
@@ -233,6 +251,8 @@ WITHOUT_EFFECT: Mapping[str, WithoutEffect] = {
     **_under("zero_optimization.offload_param", _OFFLOAD),
     **_under("activation_checkpointing", _ACTIVATIONS),
     **_under("checkpoint", _CHECKPOINTS),
+    **_under("pipeline", _PIPELINE),
+    **_under("tensor_parallel", _TENSOR_PARALLEL),
 }
 
 PARAMETERS_DECLINED: Mapping[str, Declined] = {

@@ -45,6 +45,8 @@ def translate(tree: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
     """
     notes.unlisted = _UNLISTED
     kept = _without_foreign(respell(tree, notes.problems), "", notes)
+    if isinstance(section := kept.get("pipeline"), Mapping) and section.get("stages") == "auto":
+        kept["pipeline"] = {key: value for key, value in section.items() if key != "stages"}
     if isinstance(section := kept.get("optimizer"), Mapping):
         kept["optimizer"] = _optimizer(section, "optimizer", notes)
     section = kept.get("scheduler")

@@ -5,6 +5,7 @@ An "auto" for Hugging Face's Trainer is told as such, with what the Trainer writ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from thinwire.engine.config.errors import AUTO, ConfigError, dotted, shown
 from thinwire.engine.config.loading import load_config, read_json_object
 from thinwire.engine.config.models import OWN_PEAK, UNCLIPPED, EngineConfig, Remarks
 from thinwire.engine.config.options import SCHEDULES
+from thinwire.engine.config.rules import parts_of_a_model
 from thinwire.engine.config.sections import options_of
 from thinwire.engine.errors import printable
 
@@ -75,9 +77,12 @@ def check_file(path: Path, world_size: int | None) -> int:
 def _rows(config: EngineConfig, world_size: int) -> Iterator[tuple[str, str]]:
     """(key, its value in words) for each key or section that is on, defaults included."""
     forwards, micro = config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    replicas = world_size // config.ranks_of_a_model
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks" if replicas == world_size else f"{replicas} replicas"
     yield "train_batch_size", f"{config.train_batch_size} samples a step: {forwards} x {micro} on each of {ranks}"
     for key, value in config.describe().items():
+        if key in ("pipeline", "tensor_parallel") and config.ranks_of_a_model == 1:
+            continue
         if key in ("optimizer", "scheduler") and value is not None:
             yield key, _named(value)
         elif isinstance(value, dict) and value.get("enabled", True):
@@ -123,7 +128,8 @@ def _remarks(remarks: Remarks) -> Iterator[str]:
 def _ranks_asked_for(tree: Mapping[str, Any]) -> int:
     train, *factors = (size if isinstance(size := tree.get(key), int) and size > 0 else 0 for key in _BATCH_SIZES)
     product = factors[0] * factors[1]
-    return train // product if product and train and train % product == 0 else 1
+    replicas = train // product if product and train and train % product == 0 else 1
+    return replicas * math.prod(parts_of_a_model(tree))
 
 
 def _fill_as_trainer(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

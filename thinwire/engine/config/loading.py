@@ -22,6 +22,7 @@ from thinwire.engine.config.rules import (
     BATCH_KEYS,
     check_combinations,
     complete_batch_sizes,
+    count_replicas,
     settle_idle_keys,
     take_idle_size,
 )
@@ -158,7 +159,9 @@ def _fill_batch_sizes(tree: dict[str, Any], world_size: int, problems: list[str]
     if all(size is None or _is_positive(size) for size in given):
         try:
             train, micro, accumulation = (None if size is None else int(size) for size in given)
-            sizes = complete_batch_sizes(train, micro, accumulation, world_size)
+            split = "pipeline" in tree or "tensor_parallel" in tree
+            replicas = count_replicas(tree, world_size) if split else world_size
+            sizes = complete_batch_sizes(train, micro, accumulation, replicas)
         except ConfigError as error:
             problems.extend(error.problems)
     for key, size in zip(BATCH_KEYS, sizes, strict=True):

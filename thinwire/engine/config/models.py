@@ -243,6 +243,30 @@ class CheckpointConfig(Section):
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalized)] = "Warn"
 
 
+Travelling = Literal["none", "int8", "int4", "fp8", "bf16", "fp16"]
+
+
+class PipelineConfig(Section):
+    """Ranks of a model that hold a stage each, by a `schedule` of torch's, a micro-batch at a time, of which a step has
+    `gradient_accumulation_steps`; loaders leave out what does not fill one.
+
+    `split`: so that the largest stage has as few "parameters", or by its operations takes as little "time", as can be;
+    or the names of the blocks that stages but the first begin with. `activations`, `gradients`: the codecs of those.
+    """
+
+    stages: WholeNumber = Field(default=1, ge=1)
+    schedule: str = "1F1B"
+    split: Literal["parameters", "time"] | list[str] = "parameters"
+    activations: Travelling = "none"
+    gradients: Travelling = "none"
+
+
+class TensorParallelConfig(Section):
+    """`autotp_size` ranks cut the matrices of each layer among them; 0 is 1 too."""
+
+    autotp_size: WholeNumber = Field(default=1, ge=0)
+
+
 class ThinwireConfig(Section):
     """Settings of compressed optimizers. `resync_interval`: steps between re-gatherings of 16-bit weights."""
 
@@ -252,7 +276,8 @@ class ThinwireConfig(Section):
 class EngineConfig(Section):
     """A whole configuration, checked and complete; `thinwire.engine.config.load_config` makes it.
 
-    `train_batch_size` = `train_micro_batch_size_per_gpu` · `gradient_accumulation_steps` · world size, in samples.
+    `train_batch_size` = `train_micro_batch_size_per_gpu` · `gradient_accumulation_steps` · replicas, in samples: ranks
+    over `ranks_of_a_model`.
     `managed_gradient_accumulation` false: every step() moves the weights, by all backwards since the last one.
     """
 
@@ -272,6 +297,8 @@ class EngineConfig(Section):
     gradient_predivide_factor: float = Field(default=1.0, gt=0)
     gradient_allreduce_op: Annotated[Literal["mean", "avg", "sum"], BeforeValidator(_lower)] = "mean"
     gradient_clipping: float = Field(default=0.0, ge=0)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     activation_checkpointing: ActivationCheckpointingConfig = Field(default_factory=ActivationCheckpointingConfig)
     sparse_attention: Mapping[str, Any] | None = None
     progressive_layer_drop: LayerDropConfig = LayerDropConfig()
@@ -288,6 +315,11 @@ class EngineConfig(Section):
     seed: WholeNumber = Field(default=0, ge=0, lt=2**63)
     thinwire: ThinwireConfig = ThinwireConfig()
     _remarks: Remarks = PrivateAttr(default_factory=Remarks)
+
+    @property
+    def ranks_of_a_model(self) -> int:
+        """Ranks that hold a replica of the model together."""
+        return self.pipeline.stages * max(1, self.tensor_parallel.autotp_size)
 
     @property
     def remarks(self) -> Remarks:

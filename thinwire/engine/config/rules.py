@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from thinwire.comm.operation_log import OPERATION_NAMES
@@ -14,6 +14,28 @@ from thinwire.optim import registry
 from thinwire.optim.registry import OptimizerEntry, needs_whole_parameters
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def parts_of_a_model(tree: Mapping[str, Any]) -> tuple[int, int]:
+    """Stages of a pipeline, and ranks that share a layer, by the sections of `tree`; 1 for what is no size there."""
+    found = [(tree.get("pipeline"), "stages"), (tree.get("tensor_parallel"), "autotp_size")]
+    sizes = [section.get(key) if isinstance(section, Mapping) else None for section, key in found]
+    stages, cut = (size if type(size) is int and size > 0 else 1 for size in sizes)
+    return stages, cut
+
+
+def count_replicas(tree: Mapping[str, Any], world_size: int) -> int:
+    """Replicas of the model on `world_size` ranks. Raises ConfigError where they do not multiply out."""
+    stages, cut = parts_of_a_model(tree)
+    replicas, rest = divmod(world_size, stages * cut)
+    if rest:
+        near = [count * stages * cut for count in (replicas, replicas + 1) if count]
+        raise ConfigError(
+            f'"pipeline.stages" {stages} x "tensor_parallel.autotp_size" {cut} = {stages * cut} ranks hold a model, '
+            f"and {_ranks(world_size)} are no multiple of that: start {' or '.join(map(str, near))}, or change one of "
+            "the two"
+        )
+    return replicas
 
 
 def complete_batch_sizes(
@@ -147,6 +169,8 @@ def _idle_keys(config: EngineConfig) -> Iterator[tuple[str, str]]:
     elif zero.stage == 0 and zero.overlap_comm:
         why = "at stage 0 no weights are gathered; gradients leave during the backward anyway"
         yield "zero_optimization.overlap_comm", why
+    elif zero.overlap_comm and config.pipeline.stages > 1:
+        yield "zero_optimization.overlap_comm", "a pipeline's stages wait for their weights before a step begins"
     elif zero.overlap_comm and (is_local_updates(name) or name in _LOCAL_STEPS):
         yield "zero_optimization.overlap_comm", f"the steps of {name} gather no weights"
     if not zero.ignore_unused_parameters and zero.stage not in (1, 2):
@@ -186,6 +210,7 @@ def check_combinations(config: EngineConfig) -> list[str]:
         *(_codec(config) if config.communication_codec is not None else ()),
         *_sparse_attention(config),
         *_layer_drop(config),
+        *(_parallelism(config) if config.pipeline.stages > 1 or config.tensor_parallel.autotp_size > 1 else ()),
         *_operations(config),
     ]
 
@@ -308,6 +333,33 @@ def _layer_drop(config: EngineConfig) -> Iterator[str]:
             '"progressive_layer_drop" does not go with "zero_optimization.stage" 3, which expects every layer to run: '
             "use stage 0, 1 or 2"
         )
+
+
+def _parallelism(config: EngineConfig) -> Iterator[str]:
+    """What ranks that hold parts of a model have against the rest of the configuration."""
+    zero, name = config.zero_optimization, config.optimizer.type if config.optimizer is not None else None
+    cut = {
+        "sparse_attention": config.sparse_attention is not None,
+        "progressive_layer_drop": config.progressive_layer_drop.enabled,
+        LOCAL_UPDATES: is_local_updates(name),
+        "zero_optimization.stage 3": zero.stage == 3,
+    }
+    staged = {
+        **cut,
+        "zero_optimization.stage 2": zero.stage == 2,
+        "gradient_clipping": config.gradient_clipping > 0,
+        "flops_profiler": config.flops_profiler.enabled,
+        '"managed_gradient_accumulation" false': not config.managed_gradient_accumulation,
+    }
+    own = {"tensor_parallel.autotp_size": (cut, config.tensor_parallel.autotp_size > 1)}
+    own["pipeline.stages"] = staged, config.pipeline.stages > 1
+    for path, (refused, asked) in own.items():
+        for what in (what for what, there in refused.items() if asked and there):
+            yield f'"{path}" does not go with {what}' + (
+                ": use stage 0 or 1, as gradients of all micro-batches add up on a stage before they leave"
+                if "stage 2" in what
+                else ""
+            )
 
 
 def _operations(config: EngineConfig) -> Iterator[str]:

@@ -1,0 +1,226 @@
+"""``python -m tests.engine.parts_job TASK``: engines whose ranks hold parts of a model, against one process."""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.launching import same_on_all_ranks
+from tests.parallel.training import MICRO_BATCHES, RATE, ROWS, Alone, batches, bert, gpt2
+from tests.refusing import refused
+from thinwire import comm, deepspeed, initialize
+from thinwire.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from thinwire.engine import ConfigError
+from thinwire.engine.errors import CheckpointError
+
+PROGRAM = ("-m", "tests.engine.parts_job")
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": ROWS,
+    "gradient_accumulation_steps": MICRO_BATCHES,
+    "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01}},
+}
+
+
+def parted(stages: int, cut: int, **config: Any) -> dict[str, Any]:
+    return CONFIG | {"pipeline": {"stages": stages}, "tensor_parallel": {"autotp_size": cut}} | config
+
+
+def check(make: Callable[[], nn.Module], stages: int, cut: int, steps: int = 50, **config: Any) -> None:
+    """Losses of every step, known on every rank, and of an evaluation."""
+    world, clipping = comm.init(), {} if stages > 1 else {"gradient_clipping": 1.0}
+    engine, _optimizer, _, schedule = initialize(
+        model=make(),
+        config=parted(stages, cut, **clipping, **config),
+        lr_scheduler=lambda one: torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1.0),
+    )
+    assert engine.mesh.mesh_dim_names == ("pp", "dp", "tp")
+    assert engine.mesh.mesh.flatten().tolist() == [*range(world.size)]
+    assert (engine.num_stages, engine.comm.size, engine.mp_world_size) == tuple(engine.mesh.mesh.shape)
+    stream = batches(engine.comm.rank)
+    found = torch.stack([engine.train_batch(stream) for _ in range(steps)] + [engine.eval_batch(stream)])
+    assert same_on_all_ranks(world, found)
+    assert engine.module.training
+    assert engine.global_steps == schedule.last_epoch == steps
+    assert engine.micro_steps == steps * MICRO_BATCHES
+    assert engine.global_samples == steps * MICRO_BATCHES * ROWS * engine.comm.size
+    assert {name for name, _ in engine.module.named_parameters()} <= {*make().state_dict()}
+    refused(CheckpointError, "ranks hold parts of the model", engine.save_checkpoint, "nowhere")
+    if world.rank == 0:
+        alone = Alone(make(), replicas=engine.comm.size, max_norm=clipping.get("gradient_clipping"))
+        expected = [alone.step() for _ in range(steps)] + [float(alone.loss(alone.streams).detach())]
+        assert found.tolist() == pytest.approx(expected, rel=1e-5), (make, stages, cut)
+
+
+def two() -> None:
+    for task in (own_loader, half, groups, layers, refusals):
+        task()
+    for make in (bert, gpt2):
+        check(make, 1, 2)
+        check(make, 2, 1)
+    check(gpt2, 2, 1, 5, zero_optimization={"stage": 1}, activation_checkpointing={"modules": ["GPT2Block"]})
+
+
+def four() -> None:
+    check(bert, 2, 1)
+    check(gpt2, 2, 1, 5, zero_optimization={"stage": 1})
+    check(gpt2, 1, 2)
+    check(bert, 1, 2, 5, zero_optimization={"stage": 2})
+
+
+def eight() -> None:
+    check(bert, 2, 2)
+    check(gpt2, 2, 2, 20, zero_optimization={"stage": 1})
+
+
+def own_loader() -> None:
+    """Epoch after epoch, the last samples left out; all ranks of a model get the same ones."""
+    samples = [next(batches()) for _ in range(4)]
+    rows = [{name: value[row] for name, value in one.items()} for one in samples for row in range(ROWS)][:10]
+    engine, _, loader, _ = initialize(model=gpt2(), config=parted(2, 1, steps_per_print=1), training_data=rows)
+    for step in (1, 2):
+        engine.train_batch()
+        assert (loader.epoch, loader.consumed) == (step, 3 * step)  # of 9 that fill micro-batches
+    refused(ValueError, "an iterator, not a list", engine.train_batch, samples)
+    refused(ValueError, "only 3 micro-batches were left", engine.train_batch, iter(samples[1:]))
+
+
+def half() -> None:
+    """fp16's scale goes through the schedule: what overflows is skipped, and no loss is scaled."""
+    scaled = {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}}
+    engine, *_ = initialize(model=gpt2(), config=parted(2, 1, **scaled))
+    whole, *_ = initialize(model=gpt2(), config=CONFIG | scaled)
+    before = {name: one.detach().clone() for name, one in engine.module.named_parameters()}
+    stream, same = batches(), batches()
+    for step in range(30):
+        loss, expected = engine.train_batch(stream), whole.train_batch(same)
+        assert float(loss) == pytest.approx(float(expected), rel=1e-3)
+        assert (engine.skipped_steps, engine.loss_scaler.value) == (whole.skipped_steps, whole.loss_scaler.value)
+        if step == 0:
+            assert not engine.was_step_applied()
+            assert all(torch.equal(before[name], one) for name, one in engine.module.named_parameters())
+    assert 1 < engine.skipped_steps < 20
+
+
+def groups() -> None:
+    """An optimizer of the user's, whose groups keep their rates on every stage, empty or not."""
+    model, world = gpt2(), comm.init()
+    ends = [one for name, one in model.named_parameters() if ".h." not in name]
+    first = [one for name, one in model.named_parameters() if ".h.0." in name]
+    optimizer = torch.optim.AdamW([{"params": ends, "lr": 0.0}, {"params": first, "lr": 0.5}], lr=RATE)
+    engine, *_ = initialize(model=model, optimizer=optimizer, config=parted(2, 1))
+    before = {name: one.detach().clone() for name, one in engine.module.named_parameters()}
+    engine.train_batch(batches())
+    moved = {name for name, one in engine.module.named_parameters() if not torch.equal(before[name], one)}
+    assert moved == ({name for name in before if ".h.0." in name} if world.rank == 0 else set())
+    assert engine.get_lr() == [0.0, 0.5]
+
+
+class Embedded(nn.Module):
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(words, width) * 0.1)
+        self.places = nn.Parameter(torch.randn(5, width) * 0.1)
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.weight[given[0]] + self.places, given[1]
+
+
+class Inner(nn.Linear):
+    def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return given[0] + torch.tanh(super().forward(given[0])) * given[1].unsqueeze(-1), given[1]
+
+
+def layered(stages: int, **options: Any) -> PipelineModule:
+    torch.manual_seed(6)
+    embedded = TiedLayerSpec("words", Embedded, 50, 16)
+    head = TiedLayerSpec("words", Embedded, 50, 16, forward_fn=lambda module, given: given @ module.weight.T)
+    specs = [embedded, *[LayerSpec(Inner, 16, 16) for _ in range(4)], lambda given: given[0], head]
+    return PipelineModule(specs, num_stages=stages, loss_fn=entropy, **options)
+
+
+def entropy(output: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+    losses = nn.functional.cross_entropy(output.flatten(0, 1), labels[0].flatten(), reduction="none")
+    return (losses * labels[1].flatten()).mean()
+
+
+def pairs() -> Iterator[Any]:
+    draws = torch.Generator().manual_seed(7)
+    while True:
+        words = torch.randint(50, (ROWS, 5), generator=draws)
+        yield (words, torch.rand(ROWS, 5, generator=draws)), (words, torch.ones(ROWS, 5))
+
+
+def layers() -> None:
+    """DeepSpeed's modules, whose layers pass tuples, and the same trained in one stage."""
+    losses = []
+    for stages, options, at in (
+        (1, {}, 1),
+        (2, {}, 3),
+        (2, {"partition_method": "uniform", "activation_checkpoint_interval": 2}, 4),
+        (2, {"partition_method": "type:inner"}, 3),
+    ):
+        model = layered(stages, **options)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config={**CONFIG, "pipeline": {}})
+        stream = pairs()
+        losses.append(
+            [float(engine.train_batch(data_iter=stream)) for _ in range(5)] + [float(engine.eval_batch(pairs()))]
+        )
+        assert engine.is_first_stage() == (engine.stage_id == 0)
+        assert engine.is_last_stage() == (engine.stage_id == stages - 1)
+        names = {int(name.partition(".")[0]) for name, _ in engine.module.named_parameters()}
+        assert stages == 1 or (min(names) == at if engine.stage_id else max(names) == at - 1)
+        assert losses[-1] == pytest.approx(losses[0], rel=1e-5), options
+    engine.set_dataiterator(pairs())
+    engine.train_batch()
+
+
+def refusals() -> None:
+    rank = comm.init().rank
+    for told, model, config in (
+        ("no plan of how to cut a Linear", nn.Linear(2, 2), parted(1, 2)),
+        ("Linear cannot be split", nn.Linear(2, 2), parted(2, 1)),
+        ("has no loss of its own: give loss_fn", nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), parted(2, 1)),
+        ("no stage can begin with 'h.1'", gpt2(), CONFIG | {"pipeline": {"stages": 2, "split": ["h.1"]}}),
+        ("Unknown schedule", gpt2(), CONFIG | {"pipeline": {"stages": 2, "schedule": "2F2B"}}),
+        ('"pipeline.stages" 3 .* = 3 ranks hold a model, and 2 ranks', gpt2(), parted(3, 1)),
+        (
+            '"pipeline.stages" does not go with zero_optimization.stage 2',
+            gpt2(),
+            parted(2, 1, zero_optimization={"stage": 2}),
+        ),
+    ):
+        refused(ValueError, told, initialize, model=model, config=config)
+    model = layered(2)
+    refused(
+        ConfigError,
+        '"pipeline.stages" is 1',
+        deepspeed.initialize,
+        model=model,
+        config=CONFIG | {"pipeline": {"stages": 1}},
+    )
+    model = gpt2()
+    for one in [*model.transformer.h[2:].parameters(), *model.transformer.ln_f.parameters(), model.lm_head.weight]:
+        one.requires_grad_(False)
+    told = "nothing of the stage that is here" if rank else "rank 1 could not train its stage"
+    refused(ValueError, told, initialize, model=model, config=parted(2, 1))
+    engine, *_ = initialize(model=gpt2(), config=parted(2, 1))
+    batch = next(batches())
+    refused(RuntimeError, "stages of the model only.*call train_batch", engine, **batch)
+    refused(
+        RuntimeError,
+        "backward.. was called on one micro-batch.*train_batch",
+        engine.backward,
+        torch.ones((), requires_grad=True),
+    )
+    refused(RuntimeError, "step.. was called on one micro-batch.*train_batch", engine.step)
+    refused(RuntimeError, "are as initialize made them", engine.set_train_batch_size, 24)
+    refused(ValueError, "no loader to take micro-batches from", engine.train_batch)
+
+
+if __name__ == "__main__":
+    comm.init(backend="gloo", timeout=60.0)
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,66 @@
+"""Ranks that hold parts of a model train as one process does, in real processes: see `parts_job`. And global batches
+of ranks that hold all of it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.parts_job import CONFIG, PROGRAM, entropy, layered, pairs
+from tests.launching import Jobs, on_threads
+from tests.refusing import refused
+from thinwire import initialize
+from thinwire.comm import Communicator
+from thinwire.deepspeed.pipe import LayerSpec, PipelineModule
+from thinwire.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("ranks", "task"), [(2, "two"), (4, "four"), (8, "eight")])
+def test_parts_of_a_model_train_as_one_process_does(jobs: Jobs, ranks: int, task: str) -> None:
+    done = jobs.torchrun(ranks, *PROGRAM, task)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@on_threads(2)
+def test_a_global_batch_of_whole_models_is_that_of_the_loop(comm: Communicator) -> None:
+    engine, *_ = initialize(model=layered(1), config=CONFIG, comm=comm)
+    looped, *_ = initialize(model=layered(1), config=CONFIG, comm=comm, loss_fn=entropy)
+    stream, other = pairs(), pairs()
+    for _ in range(3):
+        loss, losses = engine.train_batch(stream), []
+        for _ in range(engine.gradient_accumulation_steps()):
+            given, labels = next(other)
+            losses.append(entropy(looped(*given), labels))
+            looped.backward(losses[-1])
+            looped.step()
+        assert torch.equal(loss, torch.stack(losses).mean())
+    assert engine.micro_steps == looped.micro_steps == 12
+    for one, another in zip(engine.module.parameters(), looped.module.parameters(), strict=True):
+        assert torch.equal(one, another)
+    refused(ValueError, "with loss_fn a micro-batch is a pair", engine.train_batch, iter([1, 2, 3, 4]))
+    refused(ValueError, "an iterator, not a list", engine.train_batch, [])
+    refused(StopIteration if comm.rank else ValueError, "", engine.train_batch, pairs() if comm.rank == 0 else iter([]))
+    refused(NotImplementedError, "mean loss of 4 micro-batches", engine.eval_batch, stream, return_logits=True)
+    plain, *_ = initialize(model=nn.Linear(2, 2), config=CONFIG, comm=comm)
+    refused(ValueError, "a micro-batch is a tuple, and the model's loss", plain.train_batch, pairs())
+    parted: Any = CONFIG | {"pipeline": {"stages": 2}}
+    refused(ValueError, "needs processes, and these ranks", initialize, model=layered(2), config=parted, comm=comm)
+
+
+def test_topologies_number_ranks_as_the_mesh_does() -> None:
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=3, num_dp=4)
+    assert topology.world_size() == 24
+    assert topology.get_axis_names() == ["pipe", "data", "model"]
+    assert topology.get_rank(pipe=1, data=2, model=1) == 1 * 12 + 2 * 3 + 1
+    assert topology.get_coord(19) == (1, 2, 1)
+    assert topology.get_dim("model") == 3
+    assert topology.get_axis_list("pipe", 1) == [*range(12, 24)]
+    assert topology.get_axis_comm_lists("model")[:2] == [[0, 1, 2], [3, 4, 5]]
+    assert topology.filter_match(pipe=0, model=2) == [2, 5, 8, 11]
+    refused(NotImplementedError, "tensor_parallel", PipelineModule, [nn.Linear(1, 1)], topology=topology)
+    assert PipelineModule([nn.Linear(1, 1)] * 2, topology=PipeDataParallelTopology(2, 4)).num_stages == 2
+    refused(RuntimeError, "must provide num_stages or topology", PipelineModule, [nn.Linear(1, 1)])
+    refused(RuntimeError, "only supports torch.nn.Module types", LayerSpec, len)
+    refused(NotImplementedError, "'profile' is not offered", PipelineModule([], 1, partition_method="profile").split)

@@ -1,0 +1,267 @@
+"""DeepSpeed's descriptions of a model in stages: layers one after the other, from which `initialize` makes a pipeline.
+
+Every rank builds all layers, and keeps its stage's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from thinwire.deepspeed.checkpointing import checkpoint
+from thinwire.deepspeed.errors import DeepSpeedUsageError, NotOfferedError
+from thinwire.deepspeed.utilities import partition_balanced, partition_uniform, set_random_seed
+from thinwire.engine import ConfigError, EngineConfig
+from thinwire.engine.config.loading import read_json_object, respelled
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class LayerSpec:
+    """A layer to be built: a class of modules, and its arguments."""
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise RuntimeError(f"LayerSpec only supports torch.nn.Module types, not {typename!r}")
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def build(self, log: bool = False) -> nn.Module:
+        """Make it."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """One of several layers that share weights: those of one `key` and class are one module, others its parameters of
+    the names in `tied_weight_attr`. `forward_fn`: called with the module and what it is given, in forward's place."""
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[Any, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn = key, forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+
+
+class _Called(nn.Module):
+    """A function as a layer; with a module, that by which it is run."""
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module | None = None) -> None:
+        super().__init__()
+        self.function, self.module = function, module
+
+    def forward(self, given: Any) -> Any:
+        return self.function(given) if self.module is None else self.function(self.module, given)
+
+
+class PipelineModule(nn.Sequential):
+    """Layers one after the other, each of which takes what the one before gives, a tensor or a tuple of them.
+
+    layers: modules, specs of them, or functions.
+    num_stages, topology: how many stages, or a topology that says so.
+    loss_fn: of the last layer's output and the labels.
+    seed_layers, seed_fn, base_seed: seed before each layer is built, with `base_seed` and its number.
+    partition_method: "parameters", "uniform", or "type:" and a regular expression that the names of the classes match
+        of which stages get equally many.
+    activation_checkpoint_interval: so many layers at a time are run again in backward, by `activation_checkpoint_func`,
+        those with parameters or, where given, of the classes named in `checkpointable_layers`.
+
+    Raises RuntimeError or NotOfferedError for what cannot be.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[LayerSpec | nn.Module | Callable[[Any], Any]],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Loss | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], object] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpoint,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+    ) -> None:
+        if num_stages is None and topology is None:
+            raise RuntimeError("must provide num_stages or topology")
+        if dynamic_shape:
+            raise NotOfferedError("micro-batches have one shape: leave dynamic_shape out, and pad samples")
+        if topology is not None and topology.get_dim("model") > 1:
+            raise NotOfferedError('layers of "model" ranks are not cut by a topology: use "tensor_parallel", or mesh')
+        found = topology.get_dim("pipe") if topology is not None else num_stages
+        if num_stages not in (None, found):
+            raise RuntimeError(f"num_stages is {num_stages}, and the topology has {found}")
+        super().__init__()
+        self.num_stages, self.loss_fn, self.partition_method = int(found or 1), loss_fn, partition_method
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func
+        self.checkpointable_layers = checkpointable_layers
+        self._topology = topology
+        tied: dict[str, nn.Module] = {}
+        for number, layer in enumerate(layers):
+            if seed_layers:
+                (seed_fn or set_random_seed)(base_seed + number)
+            self.add_module(str(number), _built(layer, tied))
+
+    def topology(self) -> ProcessTopology | None:
+        """What it was given."""
+        return self._topology
+
+    def split(self) -> str | list[str]:
+        """Where stages begin, as `"pipeline": {"split": ...}` says it."""
+        method, count = self.partition_method.lower(), self.num_stages
+        if method in ("parameters", "params"):
+            return "parameters"
+        if method == "uniform":
+            bounds = partition_uniform(len(self), count)
+        elif method.startswith("type:"):
+            names = [type(layer.module if isinstance(layer, _Called) else layer).__name__ for layer in self]
+            found = re.compile(method.removeprefix("type:"), re.IGNORECASE)
+            bounds = partition_balanced([1.0 if found.search(name) else 0.0 for name in names], count)
+        else:
+            raise NotOfferedError(f"partition_method {method!r} is not offered: use parameters, uniform or type:REGEX")
+        return [str(bound) for bound in bounds[1:-1]]
+
+    @override
+    def forward(self, *given: Any) -> Any:
+        """Run the layers that are here."""
+        layers, interval = list(self), self.activation_checkpoint_interval
+        for start in range(0, len(layers), interval or max(1, len(layers))):
+            run = _Run(layers[start : start + (interval or len(layers))])
+            again = interval and torch.is_grad_enabled() and self._recomputes(run.layers)
+            value = self.activation_checkpoint_func(run, *given) if again else run(*given)
+            given = value if isinstance(value, tuple) else (value,)
+        return given if len(given) > 1 else given[0]
+
+    def _recomputes(self, layers: Sequence[nn.Module]) -> bool:
+        if self.checkpointable_layers is not None:
+            return all(type(layer).__name__ in self.checkpointable_layers for layer in layers)
+        return any(True for layer in layers for _ in layer.parameters())
+
+
+class _Run:
+    """Some layers as a function."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.layers = layers
+
+    def __call__(self, *given: Any) -> Any:
+        value = given if len(given) > 1 else given[0]
+        for layer in self.layers:
+            value = layer(value)
+        return value
+
+
+def _built(layer: Any, tied: dict[str, nn.Module]) -> nn.Module:
+    """A layer as a module; those of one key take from `tied` what they share."""
+    if isinstance(layer, TiedLayerSpec):
+        first = tied.get(layer.key)
+        module = layer.build() if type(first) is not layer.typename else first
+        assert module is not None
+        if first is None:
+            tied[layer.key] = module
+        elif module is not first:
+            for name in layer.tied_weight_attr:
+                setattr(module, name, getattr(first, name))
+        return module if layer.forward_fn is None else _Called(layer.forward_fn, module)
+    if isinstance(layer, LayerSpec):
+        return layer.build()
+    if isinstance(layer, nn.Module):
+        return layer
+    if not callable(layer):
+        raise TypeError(f"a layer is a module, a LayerSpec or a function, not a {type(layer).__name__}")
+    return _Called(layer)
+
+
+def with_stages(config: Any, model: object) -> Any:
+    """A configuration, with the stages of a PipelineModule in it; as it is for other models.
+
+    Raises ConfigError where it says otherwise.
+    """
+    if not isinstance(model, PipelineModule):
+        return config
+    tree = config.describe() if isinstance(config, EngineConfig) else config
+    tree = respelled(tree if isinstance(tree, Mapping) else read_json_object(Path(tree)), [])
+    section = dict(tree.get("pipeline") or {})
+    own: dict[str, Any] = {"stages": model.num_stages, "split": model.split()}
+    for key, value in own.items():
+        if section.get(key, "auto") not in ("auto", value):
+            raise ConfigError(f'"pipeline.{key}" is {section[key]!r}, and the PipelineModule says {value!r}: give one')
+    return {**tree, "pipeline": {**section, **own}}
+
+
+class ProcessTopology:
+    """Ranks by their places along named axes, the last of which runs fastest."""
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        self.axes, self.dims = list(axes), list(dims)
+        coordinates: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        self.ProcessCoord = coordinates
+        places = product(*(range(size) for size in self.dims))
+        self.mapping = {coordinates(*place): rank for rank, place in enumerate(places)}
+
+    def get_rank(self, **coord_kwargs: int) -> int:
+        """The rank at a place along every axis."""
+        if coord_kwargs.keys() != {*self.axes}:
+            raise DeepSpeedUsageError(f"get_rank() takes a place along each of {self.axes}, not {coord_kwargs}")
+        return self.mapping[self.ProcessCoord(**coord_kwargs)]
+
+    def get_coord(self, rank: int) -> Any:
+        """A rank's place along every axis."""
+        return list(self.mapping)[rank]
+
+    def get_axis_names(self) -> list[str]:
+        """Of all axes."""
+        return self.axes
+
+    def get_dim(self, axis: str) -> int:
+        """Places along an axis; 0 without it."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def filter_match(self, **filter_kwargs: int) -> list[int]:
+        """Ranks at these places."""
+        wanted = filter_kwargs.items()
+        return [rank for at, rank in self.mapping.items() if all(getattr(at, axis) == one for axis, one in wanted)]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """Ranks at one place along an axis."""
+        return self.filter_match(**{axis: idx})
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """Ranks that differ in their place along an axis only, in lists."""
+        others = [one for one in self.axes if one != axis]
+        places = product(*(range(self.get_dim(one)) for one in others)) if axis in self.axes else ()
+        return [self.filter_match(**dict(zip(others, place, strict=True))) for place in places]
+
+    def world_size(self) -> int:
+        """All ranks."""
+        return len(self.mapping)
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Stages, and replicas of each."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data"], [num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Stages, replicas, and ranks that share a layer."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])

@@ -1,0 +1,111 @@
+"""Ranks that hold a model together: a mesh of them, layers that are cut among some, stages of a pipeline on others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from thinwire.comm import Communicator, LoggedCommunicator
+from thinwire.comm.agreement import on_every_rank
+from thinwire.engine.config import EngineConfig
+from thinwire.engine.errors import CheckpointError
+from thinwire.engine.job_checkpoints import JobCheckpoints
+from thinwire.parallel import Pipeline, parallelize
+from thinwire.zero.fsdp import join_process_group
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """What a rank holds of a model, beside others.
+
+    `model`: the part that is here. `replicas`: the ranks that hold the same. `moved`: by the ids of the parameters that
+    the whole model had, those of them that are here now. `mesh`: of dimensions "pp", "dp" and "tp", where ranks hold
+    different parts, else None. `pipeline`: None for one stage.
+    """
+
+    model: nn.Module
+    replicas: Communicator
+    moved: Mapping[int, Tensor] = field(default_factory=dict)
+    mesh: DeviceMesh | None = None
+    pipeline: Pipeline | None = None
+
+
+def part_of(
+    model: nn.Module, settings: EngineConfig, comm: Communicator, device: torch.device, loss_fn: Loss | None
+) -> ModelPart:
+    """Cut a model, which is the same on all ranks of `comm`, as the configuration says, in place. Collective.
+
+    Raises ValueError, on every rank, for ranks that cannot, or a model that cannot be cut.
+    """
+    stages, cut = settings.pipeline.stages, max(1, settings.tensor_parallel.autotp_size)
+    instead = 'leave out "pipeline" and "tensor_parallel"'
+    joined = join_process_group(comm, device, "a model that several ranks hold together", instead)
+    sizes = (stages, joined.size // (stages * cut), cut)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
+    replicas = Communicator.of(mesh["dp"], comm.timeout)
+    replicas.speaks = comm.speaks
+    if isinstance(comm, LoggedCommunicator):
+        replicas = LoggedCommunicator(replicas, comm.log)
+    whole = dict(model.named_parameters())
+    if cut > 1:
+        _each(comm, lambda: parallelize(model, mesh["tp"]), "cut the model's layers")
+    pipeline, part = None, model
+    if stages > 1:
+        section = settings.pipeline
+        pipeline = _each(
+            comm,
+            lambda: Pipeline(
+                model,
+                settings.gradient_accumulation_steps,
+                mesh=mesh,
+                schedule=section.schedule,
+                split=section.split,
+                loss_fn=loss_fn,
+                activations=section.activations,
+                gradients=section.gradients,
+            ),
+            "split the model into stages",
+        )
+        part = pipeline.modules
+    here = {id(one) for one in part.parameters()}
+    after = dict(model.named_parameters(remove_duplicate=False))
+    moved = {id(one): after[name] for name, one in whole.items() if id(after[name]) in here}
+    trains = any(one.requires_grad for one in part.parameters())
+
+    def check() -> None:
+        if not trains:
+            raise ValueError("nothing of the stage that is here requires a gradient: cut the model elsewhere")
+
+    on_every_rank(comm, check, "train its stage", (ValueError,))
+    return ModelPart(part, replicas, moved, mesh, pipeline)
+
+
+class NoCheckpoints(JobCheckpoints):
+    """In the place of those of a whole model."""
+
+    def __init__(self) -> None:
+        pass
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        """Raise CheckpointError."""
+        raise CheckpointError(
+            "ranks hold parts of the model, which checkpoints cannot put together yet: save what engine.module has on "
+            'each rank by yourself, or leave out "pipeline" and "tensor_parallel"'
+        )
+
+    save = load = export = weights_in_16_bits = whole_weights = _refuse
+
+    def close(self) -> None:
+        """Nothing is being saved."""
+
+
+def _each(comm: Communicator, change: Callable[[], Any], what: str) -> Any:
+    """What `change` returns. Those that fail together, as ranks of one pipeline do, let all others know."""
+    return on_every_rank(comm, change, what, (ValueError, TypeError))
