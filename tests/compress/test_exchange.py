@@ -13,9 +13,10 @@ from tests.launching import on_threads
 from tests.pairwise import each_once, pairwise
 from thinwire.comm import Communicator, threads
 from thinwire.compress import Exchange, Flags, PacketError, make_codec
-from thinwire.compress.codecs import CodecName
-from thinwire.compress.exchange import Adjust, Outcome, held_coordinates, zero_held
-from thinwire.compress.light_exchanges import LowMemoryExchange, make_exact_exchange
+from thinwire.compress.codecs import CodecName, held_coordinates, zero_held
+from thinwire.compress.exchange import Adjust
+from thinwire.compress.light_exchanges import make_exact_exchange
+from thinwire.compress.packet import Outcome
 
 BLOCK = 64
 NAMES = ["sign1", "stat2", "int4", "fp8", "int8", "bf16", "none"]
@@ -155,8 +156,8 @@ def test_less_memory_gives_the_packets_of_an_exchange_with_its_residuals_rounded
 
     def rank(comm: Communicator) -> None:
         made = make_codec(codec, BLOCK)
-        options: dict[str, Any] = {"residual_dtype": dtype, "reversible": reversible, "part": 2 * BLOCK}
-        low = LowMemoryExchange(comm, numel, made, bucket=0, device=torch.device("cpu"), **options)
+        options: dict[str, Any] = {"residual_dtype": dtype, "reversible": reversible, "keeps_payload": False}
+        low = Exchange(comm, numel, made, part=2 * BLOCK, **options)
         plain = Exchange(comm, numel, made, part=2 * BLOCK)
         assert low.worker_residual is not None
         assert low.takes_encoder == (made.has_kernels and reversible and dtype == torch.float32)

@@ -19,8 +19,8 @@ from thinwire.comm import Communicator, threads
 from thinwire.comm.agreement import NodeGroups, NodeLinks, agree_on_nodes, link_nodes
 from thinwire.compress import make_codec
 from thinwire.compress.exchange import Exchange
-from thinwire.compress.hierarchical_exchange import HierarchicalExchange, make_leg_1
-from thinwire.compress.light_exchanges import LeadingDirections
+from thinwire.compress.hierarchical_exchange import HierarchicalExchange, make_exchange
+from thinwire.compress.light_exchanges import ExchangeToOwners, LeadingDirections
 from thinwire.compress.packet import Flags, PacketError
 
 CLUSTERS = [[0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1, 1], [0, 1, 1], [0, 0, 0], [0, 1, 2], [1, 1, 0, 0, 2, 2, 2], [0]]
@@ -247,7 +247,7 @@ def test_leading_directions_go_beside_the_codec_and_nothing_is_lost(node_of: lis
     def body(comm: Communicator) -> tuple[Tensor, Tensor, slice, slice]:
         _, links = link_nodes(comm, node_of, alike=True)
         over = comm if links is None else links.number_by_lane(comm)
-        exchange = make_leg_1(over, links, ranks * shard, make_codec(codec, 64), bucket=0, device=torch.device("cpu"))
+        exchange = make_exchange(ExchangeToOwners, over, links, ranks * shard, make_codec(codec, 64))
         exchange.send_apart(matrices, 2)
         arrived, firsts = torch.zeros(shard, dtype=torch.float64), []
         for step in (1, 1, 2, 3):

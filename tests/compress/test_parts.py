@@ -14,8 +14,7 @@ from tests.optim.training import weights
 from thinwire.comm import Communicator, threads
 from thinwire.comm.agreement import NodeGroups, NodeLinks
 from thinwire.compress import Exchange, PacketError, make_codec
-from thinwire.compress.codecs import cut_shard, least_part
-from thinwire.compress.exchange import held_coordinates
+from thinwire.compress.codecs import cut_shard, held_coordinates, least_part
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange
 
 BLOCK = 64

@@ -22,7 +22,7 @@ __all__ = [
 if TYPE_CHECKING:
     from thinwire.compress.codecs import Codec, make_codec
     from thinwire.compress.data_parallel_hook import CompressionState, ddp_hook
-    from thinwire.compress.exchange import Exchange, Outcome
-    from thinwire.compress.packet import Flags, Header, PacketError
+    from thinwire.compress.exchange import Exchange
+    from thinwire.compress.packet import Flags, Header, Outcome, PacketError
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

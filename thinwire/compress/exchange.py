@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator, Work
-from thinwire.compress.codecs import Codec, cut_shard, least_part
+from thinwire.compress.codecs import Codec, cut_shard, least_part, zero_held
 from thinwire.compress.packet import (
     Flags,
     Header,
     Headers,
-    PacketError,
-    SettingsError,
+    Outcome,
     number_headers,
     read_together,
     write_headers,
@@ -38,20 +37,6 @@ class Division:
     shards: int
     sent: int
     own: int | None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the headers of one exchange said, the same on every rank.
-
-    `finite`: every owner's average was finite. `incomplete`: some rank had no gradient for some parameter. `unplaced`:
-    some rank has a trainable parameter that lies in no bucket yet. `meet`: some rank knows of a worker that waits.
-    """
-
-    finite: bool
-    incomplete: bool
-    unplaced: bool
-    meet: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +71,11 @@ class Exchange:
 
     Use: write into `payload`, then `start`, `advance`, `wait`, `outcome`, `read` in this order, and at the end either
     `commit`, which takes the new residuals over, or nothing, which leaves the old ones as they were.
-    `error_feedback=False` keeps no residuals.
+    `error_feedback=False` keeps no residuals. In place of `read`, `take_packets` leaves the result as it came.
+
+    `keeps_payload`: its memory stays from step to step, beside fp32 residuals that are `reversible`; else it goes as
+    soon as it has left. `reversible`: residuals before a step are kept until `commit` or `revert`, at the price of a
+    second worker residual; without, a step that is not applied leaves zeros, and `scale_step` cannot shrink it.
 
     `worker_place`, `owner_place`: the elements of the vector, padding included, that this rank's residuals are of.
     `mask`: uint8 [shard], if there is one; where it is 0 the average is times 0, so that what is not finite stays so.
@@ -107,9 +96,12 @@ class Exchange:
         device: torch.device | str = "cpu",
         division: Division | None = None,
         part: int | None = None,
+        residual_dtype: torch.dtype = torch.float32,
+        reversible: bool = True,
+        keeps_payload: bool = True,
     ) -> None:
         """`division`: by default one shard for each rank of `comm`. `part`: the fewest elements of a shard that are
-        sent on their own, by default `least_part`'s; every rank must give the same."""
+        sent on their own, by default `least_part`'s; every rank must give the same. `residual_dtype`: fp32 or bf16."""
         if division is None:
             division = Division(comm.size, comm.size, comm.rank)
         self.numel = numel
@@ -117,8 +109,8 @@ class Exchange:
         self.bucket = bucket
         self.shard = shard_numel(numel, division.shards, codec.block_size)
         self.padded_numel = self.shard * division.shards
-        first = 0 if division.own is None else division.own * self.shard
-        self.owner_place = slice(first, first if division.own is None else first + self.shard)
+        owned, first = 0 if division.own is None else self.shard, (division.own or 0) * self.shard
+        self.owner_place = slice(first, first + owned)
         self.worker_place = slice(0, self.shard * division.sent)
         self.parts = cut_shard(self.shard, codec.block_size, least_part(codec, comm.backend) if part is None else part)
         valid = 0 if division.own is None else valid_in_shard(numel, self.shard, division.own)
@@ -131,17 +123,20 @@ class Exchange:
         self.worker_residual: Tensor | None = None
         self.owner_residual: Tensor | None = None
         if error_feedback:
-            self.worker_residual = torch.zeros(self.shard * division.sent, device=self._device)
-            self.owner_residual = torch.zeros(0 if division.own is None else self.shard, device=self._device)
-        self.takes_encoder = codec.has_kernels and error_feedback
-        self.keeps_payload = True  # from commit to the next step, which writes it anew
+            self.worker_residual = torch.zeros(self.worker_place.stop, dtype=residual_dtype, device=self._device)
+            self.owner_residual = torch.zeros(owned, device=self._device)
+        self.reversible = reversible
+        kept = reversible and residual_dtype == torch.float32
+        self.takes_encoder = codec.has_kernels and error_feedback and kept
+        self.keeps_payload = keeps_payload and kept
+        self._next: Tensor | None = None  # from `start` to `commit` what becomes the worker's residual
+        self._free: Tensor | None = None  # the last one's memory
         self.mask: Tensor | None = None
         self.weights: Sequence[float] | None = None  # of leg 1's packets in the mean, if `advance` adjusts it
         self.numbers: Tensor | None = None  # of the step, see `number_headers`; None where headers are of one step
         self._average: Tensor | None = None
         self._next_average: Tensor | None = None
-        self._leg_1: list[Leg] = []
-        self._leg_2: list[Leg] = []
+        self._leg_1, self._leg_2 = list[Leg](), list[Leg]()
         self._passes_on_flags = False
         self._headers: list[Headers] = []
         self._expected = Header(codec.identifier, codec.block_size, bucket, step=0)
@@ -150,7 +145,8 @@ class Exchange:
     def payload(self) -> Tensor:
         """What to average, fp32 [padded_numel]: write it before `start`. New memory holds zeros."""
         if self._payload is None:
-            self._payload = torch.zeros(self.padded_numel, device=self._device)
+            free, self._free = self._free, None
+            self._payload = torch.zeros(self.padded_numel, device=self._device) if free is None else free
         return self._payload
 
     def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0, encode: EncodePart | None = None) -> None:
@@ -172,6 +168,10 @@ class Exchange:
                 number_headers(send, self.numbers)
             work = self._comm.all_to_all(receive.view(-1), send.view(-1), async_op=True)
             self._leg_1.append(Leg(send, receive, work))
+        if not self.keeps_payload:
+            self._payload = None
+        if not self.reversible:
+            self.worker_residual, self._next = self.next_residual, None
 
     def advance(self, adjust: Adjust | None = None) -> None:
         """Wait for leg 1, average the own shard, and start leg 2: encode the average and send it to every worker.
@@ -228,18 +228,7 @@ class Exchange:
         for headers in self._headers:
             if said := headers.check(self._expected):
                 flags |= said
-        if not flags:
-            return Outcome(finite=True, incomplete=False, unplaced=False)
-        if Flags.MISMATCH in flags:
-            raise PacketError(
-                "ranks of another node have lost step with each other. Every rank must call backward() and step() "
-                "equally often"
-            )
-        if Flags.SETTINGS in flags:
-            raise SettingsError("ranks of another node have other hyperparameters: set them alike on every rank")
-        return Outcome(
-            Flags.NON_FINITE not in flags, Flags.INCOMPLETE in flags, Flags.UNPLACED in flags, Flags.MEET in flags
-        )
+        return Outcome.of(flags) if flags else Outcome(finite=True, incomplete=False, unplaced=False)
 
     def read(self, output: Tensor) -> None:
         """Decode what leg 2 brought into `output`, fp32 [padded_numel]: the same bits on every rank."""
@@ -253,15 +242,29 @@ class Exchange:
             decode(place, leg.received)
         self._leg_2 = []
 
+    def take_packets(self) -> Tensor:
+        """What leg 2 brought, uint8 [shards, packet_bytes], instead of `read`."""
+        assert self._leg_2, "take_packets() follows wait()"
+        legs, self._leg_2 = self._leg_2, []
+        return legs[0].received if len(legs) == 1 else self.codec.join([leg.received for leg in legs])
+
+    def arrived(self, row: int) -> list[Tensor]:
+        """What leg 2 brought from one owner, uint8 [1, packet_bytes] for each part; after `wait`."""
+        return [leg.received[row : row + 1] for leg in self._leg_2]
+
     def commit(self) -> None:
-        """Take over the new residuals. The old ones' memory becomes the next payload."""
+        """Take over the new residuals. The old ones' memory becomes the next payload, if that is kept."""
         if self.worker_residual is None:
             return
-        assert self._average is not None or self.owner_residual is None, "commit() follows wait()"
-        self.worker_residual, self._payload = self.payload, self.worker_residual if self.keeps_payload else None
-        if self._next_average is not None:
-            self._next_average = self.owner_residual
-        self.owner_residual, self._average = self._average, None
+        if self._next is not None:
+            if self._next is self._payload:
+                self._payload = None
+            self._free = self.worker_residual if self.keeps_payload else None
+            self.worker_residual, self._next = self._next, None
+        if self._average is not None:
+            if self._next_average is not None:
+                self._next_average = self.owner_residual
+            self.owner_residual, self._average = self._average, None
 
     def places(self) -> tuple[int, ...]:
         """Addresses that a step captured now depends on, of what takes turns: from now on the owner's residuals, too,
@@ -280,9 +283,17 @@ class Exchange:
         """Be where `wait` ends, in a step whose legs a graph's replay has brought."""
         self._expect(step, settings)
         self._headers, self._leg_2, self._average = list(arrived.headers), list(arrived.legs), arrived.average
+        self._next = self.payload
 
     def revert(self) -> None:
-        """Go back to the residuals before a step that was not committed: here nothing changes before `commit`."""
+        """Go back to the residuals before a step that was not committed."""
+        if not self.keeps_payload:
+            self._payload = None  # which what came back may have been read into
+        if self._average is None:
+            return
+        if not self.reversible and self.worker_residual is not None:
+            self.worker_residual.zero_()  # it holds this step's, however large, by now
+        self._next = self._average = None
 
     def hold_zero(self, held: Tensor) -> None:
         """Zero the residuals at these `held_coordinates` of [padded_numel]; between steps."""
@@ -317,6 +328,7 @@ class Exchange:
 
     def _expect(self, step: int, settings: int) -> None:
         """Begin an exchange in which headers have to name this step and these settings."""
+        self._next = None
         self._expected = Header(self.codec.identifier, self.codec.block_size, self.bucket, step, settings=settings)
         self._headers = []
         self._leg_1, self._leg_2 = [], []
@@ -324,13 +336,24 @@ class Exchange:
     @property
     def next_residual(self) -> Tensor:
         """What leg 1 encodes, of `worker_place`; from `start` to `commit` what becomes the worker's residual."""
-        return self.payload
+        residual = self.worker_residual
+        if self._next is None:
+            in_payload = self.keeps_payload or self._payload is not None
+            if residual is None or (residual.dtype == torch.float32 and in_payload):
+                self._next = self.payload
+            else:
+                self._next = torch.empty_like(residual) if self.reversible else residual
+        return self._next
 
     def _encode_part(self, place: slice, packets: Tensor) -> None:
         """Encode a part of every shard."""
-        before = None if self.worker_residual is None else self.worker_residual.view(-1, self.shard)[:, place]
         valid = self.numel - self.worker_place.start - place.start
-        self.codec.encode(self.next_residual.view(-1, self.shard)[:, place], before, packets, valid)
+        after = self.next_residual.view(-1, self.shard)[:, place]
+        before = None if self.worker_residual is None else self.worker_residual.view(-1, self.shard)[:, place]
+        if before is None or before.dtype == torch.float32:
+            self.codec.encode(after, before, packets, valid)
+        else:
+            self.codec.encode_rounded(self.payload.view(-1, self.shard)[:, place], before, after, packets, valid)
 
     def _receive(self, number: int) -> Tensor:
         """Wait for a part of leg 1, and return what came, uint8 [workers, packet_bytes]."""
@@ -375,24 +398,3 @@ def bring_headers(exchanges: Iterable[Exchange], others: Sequence[Tensor] = ()) 
     for exchange in away:
         exchange._headers = [replace(headers, raw=next(brought)) for headers in exchange._headers]
     return found
-
-
-_FEW = 16
-"""One in so many: numbers of 8 bytes then take less memory than a mask, and less time than a pass over it."""
-
-
-def held_coordinates(mask: Tensor) -> Tensor:
-    """What `zero_held` takes, of a bool mask [numel]: on a CPU the numbers of the coordinates, ascending, int64, where
-    they are few; else the mask."""
-    if mask.device.type != "cpu" or _FEW * int(mask.count_nonzero()) > mask.numel():
-        return mask
-    return mask.nonzero().view(-1)
-
-
-def zero_held(values: Tensor, held: Tensor, place: slice) -> None:
-    """Zero, in place, the coordinates of `values` that are held; they are the elements `place` of the vector."""
-    if held.dtype == torch.bool:
-        values.masked_fill_(held[place], 0.0)
-        return
-    first, last = torch.searchsorted(held, torch.tensor([place.start, place.stop])).tolist()
-    values.index_fill_(0, held[first:last] - place.start, 0.0)

@@ -4,7 +4,7 @@ that a node sends what one rank would."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Adjust, Division, EncodePart, Exchange, Leg
-from thinwire.compress.light_exchanges import ExchangeFromOwners, ExchangeToOwners, PacketsExchange
+from thinwire.compress.light_exchanges import ExchangeFromOwners, ExchangeToOwners
 from thinwire.compress.packet import (
     Flags,
     Headers,
@@ -35,41 +35,23 @@ class HierarchicalExchange(Exchange):
     have different numbers of ranks: every rank's vector counts the same. Ranks beyond the smallest node's number only
     add and listen.
 
-    `worker_residual`, fp32 [lane], and `owner_residual` are empty on those.
+    `worker_residual`, [lane], and `owner_residual` are empty on those. Residuals are fp32 and `reversible` always.
     """
 
-    def __init__(
-        self,
-        links: NodeLinks,
-        numel: int,
-        codec: Codec,
-        *,
-        bucket: int = 0,
-        error_feedback: bool = True,
-        device: torch.device | str = "cpu",
-        part: int | None = None,
-    ) -> None:
+    def __init__(self, links: NodeLinks, numel: int, codec: Codec, **options: Any) -> None:
         self._links = links
         nodes, lane = links.num_nodes, links.lane
-        super().__init__(
-            links.inside if links.between is None else links.between,
-            numel,
-            codec,
-            bucket=bucket,
-            error_feedback=error_feedback,
-            device=device,
-            division=Division(
-                shards=links.lanes * nodes,
-                sent=0 if lane is None else nodes,
-                own=None if lane is None else lane * nodes + links.node,
-            ),
-            part=part,
+        division = Division(
+            shards=links.lanes * nodes,
+            sent=0 if lane is None else nodes,
+            own=None if lane is None else lane * nodes + links.node,
         )
+        options |= {"division": division, "residual_dtype": torch.float32, "reversible": True}
+        super().__init__(links.inside if links.between is None else links.between, numel, codec, **options)
         self._passes_on_flags = lane is not None
         lane_numel = self.shard * nodes
         self.worker_place = slice(0, 0) if lane is None else slice(lane * lane_numel, (lane + 1) * lane_numel)
         self.takes_encoder = False  # what leaves is the node's sum
-        self._sum: Tensor | None = None
         self._passed_on = 0
 
     @override
@@ -77,17 +59,20 @@ class HierarchicalExchange(Exchange):
         assert encode is None, "what is encoded is the node's sum"
         links = self._links
         mine = torch.empty(1, HEADER_BYTES, dtype=torch.uint8, device=self._device)
+        before = None if links.lane is None else self._free if self._next is None else self._next
         self._expect(step, settings)
         write_headers(mine, self._expected.pack(0, flags))
         neighbours = torch.empty(links.inside.size, HEADER_BYTES, dtype=torch.uint8, device=self._device)
         links.inside.all_gather(neighbours, mine)
         told = Headers(neighbours, 0, links.inside.global_ranks)
-        total = links.add_up(self.payload, self._sum)
-        if not self.keeps_payload:
-            self._payload = None
-        if links.lane is not None:
-            self._sum = total
+        total, payload = links.add_up(self.payload, before), self.payload if self.keeps_payload else None
+        if links.lane is None:
+            self._next = self.worker_residual
+        else:
+            self._payload, self._free = total, None
             super().start(step, flags, settings, self._encoder(told))
+            self._next = total
+        self._payload = payload
         self._headers.append(told)
         self._passed_on = 0
 
@@ -116,26 +101,6 @@ class HierarchicalExchange(Exchange):
             self._leg_2[number : number + 1] = [Leg(mine, packets, work)]
 
     @override
-    def scale_step(self, coefficient: float | Tensor) -> None:
-        if self._links.lane is not None:
-            super().scale_step(coefficient)
-
-    @override
-    def commit(self) -> None:
-        if self._links.lane is not None and self.worker_residual is not None:
-            assert self._average is not None or self.owner_residual is None, "commit() follows wait()"
-            self.worker_residual, self._sum = self._sum, self.worker_residual
-            self.owner_residual, self._average = self._average, None
-            if not self.keeps_payload:
-                self._sum = None
-
-    @property
-    @override
-    def next_residual(self) -> Tensor:
-        assert self._sum is not None
-        return self._sum
-
-    @override
     def _pass_on_flags(self, packets: Tensor) -> None:
         # What headers told this rank, maybe alone, goes on to every rank.
         read, self._passed_on = self._headers[self._passed_on :], len(self._headers)
@@ -162,19 +127,6 @@ class HierarchicalExchange(Exchange):
             pass_on_flags(packets, torch.tensor(int(known), dtype=torch.int16))
 
 
-class LowMemoryNodes(PacketsExchange, HierarchicalExchange):
-    """One whose result may stay packets, and whose payload is let go as it leaves. Residuals are fp32, of a lane, and
-    survive steps that are skipped."""
-
-    def __init__(self, *between: Any, **options: Any) -> None:
-        super().__init__(*between, **options)
-        self.keeps_payload = False
-
-    @override
-    def revert(self) -> None:
-        self._payload = None  # which what came back was read into
-
-
 class NodesToOwners(ExchangeToOwners, HierarchicalExchange):
     """Leg 1 alone, by node. Its headers say what those inside the sender's node did, so that every rank knows all."""
 
@@ -192,35 +144,22 @@ class NodesFromOwners(ExchangeFromOwners, HierarchicalExchange):
     """Leg 2 alone, by node."""
 
 
+_Kind = TypeVar("_Kind", bound=Exchange)
+_BY_NODE: dict[type[Exchange], Any] = {
+    Exchange: HierarchicalExchange,
+    ExchangeToOwners: NodesToOwners,
+    ExchangeFromOwners: NodesFromOwners,
+}
+
+
 def make_exchange(
-    comm: Communicator,
-    links: NodeLinks | None,
-    numel: int,
-    codec: Codec,
-    *,
-    bucket: int,
-    error_feedback: bool = True,
-    device: torch.device,
-) -> Exchange:
-    """Over nodes where there are `links`, else over `comm`'s ranks as they are."""
+    kind: type[_Kind], comm: Communicator, links: NodeLinks | None, numel: int, codec: Codec, **options: Any
+) -> _Kind:
+    """Make an exchange of both legs, or one, over nodes where there are `links`, else over `comm`'s ranks as they are.
+
+    `options`: those of `Exchange`.
+    """
     if links is None:
-        return Exchange(comm, numel, codec, bucket=bucket, error_feedback=error_feedback, device=device)
-    return HierarchicalExchange(links, numel, codec, bucket=bucket, error_feedback=error_feedback, device=device)
-
-
-def make_leg_1(
-    comm: Communicator, links: NodeLinks | None, numel: int, codec: Codec, *, bucket: int, device: torch.device
-) -> ExchangeToOwners:
-    """Leg 1 alone, over nodes where there are `links`."""
-    if links is None:
-        return ExchangeToOwners(comm, numel, codec, bucket=bucket, device=device)
-    return NodesToOwners(links, numel, codec, bucket=bucket, device=device)
-
-
-def make_leg_2(
-    comm: Communicator, links: NodeLinks | None, numel: int, codec: Codec, *, bucket: int, device: torch.device
-) -> ExchangeFromOwners:
-    """Leg 2 alone, over nodes where there are `links`."""
-    if links is None:
-        return ExchangeFromOwners(comm, numel, codec, bucket=bucket, device=device)
-    return NodesFromOwners(links, numel, codec, bucket=bucket, device=device)
+        return kind(comm, numel, codec, **options)
+    by_node: _Kind = _BY_NODE[kind](links, numel, codec, **options)
+    return by_node

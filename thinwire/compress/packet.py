@@ -53,6 +53,34 @@ class SettingsError(PacketError):
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What the headers of one exchange said, the same on every rank.
+
+    `finite`: every owner's average was finite. `incomplete`: some rank had no gradient for some parameter. `unplaced`:
+    some rank has a trainable parameter that lies in no bucket yet. `meet`: some rank knows of a worker that waits.
+    """
+
+    finite: bool
+    incomplete: bool
+    unplaced: bool
+    meet: bool = False
+
+    @classmethod
+    def of(cls, flags: Flags) -> Outcome:
+        """What flags of all headers say; raises PacketError or SettingsError for what another node has found."""
+        if Flags.MISMATCH in flags:
+            raise PacketError(
+                "ranks of another node have lost step with each other. Every rank must call backward() and step() "
+                "equally often"
+            )
+        if Flags.SETTINGS in flags:
+            raise SettingsError("ranks of another node have other hyperparameters: set them alike on every rank")
+        return cls(
+            Flags.NON_FINITE not in flags, Flags.INCOMPLETE in flags, Flags.UNPLACED in flags, Flags.MEET in flags
+        )
+
+
+@dataclass(frozen=True)
 class Header:
     """What the 16 bytes say.
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.compress.exchange import EncodePart, Exchange, held_coordinates, zero_held
+from thinwire.compress.codecs import held_coordinates, zero_held
+from thinwire.compress.exchange import EncodePart, Exchange
 from thinwire.compress.kernels.bucket_reference import move_weights, write_payload
 from thinwire.compress.kernels.buckets import Part, Segments
 from thinwire.compress.kernels.calls import DecodeAndMove, EncodePayload

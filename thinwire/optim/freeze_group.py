@@ -14,9 +14,9 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import check_same_on_every_rank
 from thinwire.compress.codecs import all_finite
-from thinwire.compress.exchange import Outcome, bring_headers
+from thinwire.compress.exchange import bring_headers
 from thinwire.compress.kernels.loading import wait_for_kernels
-from thinwire.compress.packet import SettingsError, read_together
+from thinwire.compress.packet import Outcome, SettingsError, read_together
 from thinwire.optim.algorithm import Agreement, Algorithm, FreezeRule, LocalSteps, variance_norm
 from thinwire.optim.bucket import Bucket, may_clip, place_of
 from thinwire.optim.step import Clock, Members, Peak, Send, Step

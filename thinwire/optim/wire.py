@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.codecs import CastCodec, make_codec
 from thinwire.compress.exchange import EncodePart, Exchange
-from thinwire.compress.hierarchical_exchange import LowMemoryNodes, make_exchange, make_leg_1
-from thinwire.compress.light_exchanges import LowMemoryExchange, PacketsExchange, make_exact_exchange
+from thinwire.compress.hierarchical_exchange import make_exchange
+from thinwire.compress.light_exchanges import ExchangeToOwners, make_exact_exchange
 from thinwire.compress.packet import write_headers
 from thinwire.compress.packet_layout import shard_numel
 from thinwire.optim.options import COMPRESSED_WIRES, HomeOptions
@@ -50,37 +51,23 @@ class Wire:
     def exact(self, layout: BucketLayout, index: int, device: torch.device, *, to_owners: bool = False) -> Exchange:
         """Make an average of gradients: exact, or rounded with error feedback through a codec of blocks, and then for
         all, or `to_owners` alone."""
-        codec, rounds = self._exact_codec, self.rounds_averages
+        codec, rounds, numel = self._exact_codec, self.rounds_averages, layout.numel
+        given: dict[str, Any] = {"bucket": index, "device": device}
         if to_owners:
-            return make_leg_1(self.comm, self._links, layout.numel, codec, bucket=index, device=device)
+            return make_exchange(ExchangeToOwners, self.comm, self._links, numel, codec, **given)
         if self._links is None and not rounds:
-            return make_exact_exchange(self.comm, layout.numel, codec, bucket=index, device=device)
-        return make_exchange(
-            self.comm, self._links, layout.numel, codec, bucket=index, error_feedback=rounds, device=device
-        )
+            return make_exact_exchange(self.comm, numel, codec, **given)
+        return make_exchange(Exchange, self.comm, self._links, numel, codec, error_feedback=rounds, **given)
 
-    def compressed(self, layout: BucketLayout, index: int, device: torch.device) -> Exchange:
-        """Make one through the codec, with error feedback."""
+    def compressed(
+        self, layout: BucketLayout, index: int, device: torch.device, *, reversible: bool = True
+    ) -> Exchange:
+        """Make one through the codec, with error feedback; where state is sharded one that keeps no payload, and that
+        need not be `reversible`: by node it is."""
+        given: dict[str, Any] = {"bucket": index, "device": device}
         if self._residual_dtypes:
-            return self.low_memory(layout, index, device, reversible=True)
-        return make_exchange(self.comm, self._links, layout.numel, self.codec, bucket=index, device=device)
-
-    def low_memory(
-        self, layout: BucketLayout, index: int, device: torch.device, *, reversible: bool
-    ) -> PacketsExchange:
-        """Make one whose result may stay packets, and that can be told to keep no residuals of before a step: by node
-        it does."""
-        if self._links is not None:
-            return LowMemoryNodes(self._links, layout.numel, self.codec, bucket=index, device=device)
-        return LowMemoryExchange(
-            self.comm,
-            layout.numel,
-            self.codec,
-            bucket=index,
-            device=device,
-            residual_dtype=self._residual_dtypes[index],
-            reversible=reversible,
-        )
+            given |= {"residual_dtype": self._residual_dtypes[index], "reversible": reversible, "keeps_payload": False}
+        return make_exchange(Exchange, self.comm, self._links, layout.numel, self.codec, **given)
 
 
 def cast_gradients(

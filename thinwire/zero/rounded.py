@@ -13,6 +13,7 @@ steps all weights: there leg 2 brings the average itself through C, with the own
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from typing_extensions import override
 
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.exchange import Exchange, bring_headers
-from thinwire.compress.hierarchical_exchange import HierarchicalExchange, make_exchange, make_leg_1, make_leg_2
+from thinwire.compress.hierarchical_exchange import HierarchicalExchange, make_exchange
 from thinwire.compress.kernels.loading import prepare_kernels, wait_for_kernels
 from thinwire.compress.light_exchanges import ExchangeFromOwners, ExchangeToOwners
 from thinwire.zero.bucket_layout import Slot
@@ -234,16 +235,16 @@ def rounded_gradients(
         bucket, names = one.bucket, sharding.codecs_of(one.bucket.layout)
         assert names is not None
         there, back = (make_codec(name, bucket.layout.block_size) for name in names)
-        over, index = (parameters.exchange_comm, parameters.links, bucket.layout.numel), bucket.index
-        device = bucket.flat.device
+        over = parameters.exchange_comm, parameters.links, bucket.layout.numel
+        given: dict[str, Any] = {"bucket": bucket.index, "device": bucket.flat.device}
         exchange: Exchange
         if one.ahead:
-            exchange = leg_1 = make_leg_1(*over, there, bucket=index, device=device)
+            exchange = leg_1 = make_exchange(ExchangeToOwners, *over, there, **given)
             if sharding.low_rank and bucket.layout.whole:
                 leg_1.send_apart([(slot.offset, held.shape) for slot, held in bucket.members()], sharding.low_rank)
-            one.send = WeightDifferences(bucket, make_leg_2(*over, back, bucket=index, device=device)).publish
+            one.send = WeightDifferences(bucket, make_exchange(ExchangeFromOwners, *over, back, **given)).publish
         else:
-            exchange = make_exchange(*over, there, bucket=index, device=device)
+            exchange = make_exchange(Exchange, *over, there, **given)
         compiled |= there.has_kernels or back.has_kernels
         found.append(RoundedGradients(bucket, sharding.stage, sharding.averaging, seal, exchange, loss_scale))
     if compiled:

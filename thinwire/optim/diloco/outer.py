@@ -15,9 +15,8 @@ from thinwire.comm.agreement import NodeLinks
 from thinwire.comm.relay import Relay
 from thinwire.compress.codecs import Codec
 from thinwire.compress.exchange import Exchange, Leg
-from thinwire.compress.hierarchical_exchange import HierarchicalExchange
+from thinwire.compress.hierarchical_exchange import make_exchange
 from thinwire.compress.kernels.loading import prepare_kernels, wait_for_kernels
-from thinwire.compress.light_exchanges import LowMemoryExchange
 from thinwire.compress.packet import Flags
 from thinwire.optim.diloco.fragments import Fragment, Guard, OuterSettings, Told
 
@@ -329,12 +328,10 @@ def make_outer_step(
         return Alone(fragment.numel, device, guard)
     if codec.has_kernels:
         prepare_kernels(device.type, ("encode", "encode_rounded", "decode"))
-    given: dict[str, Any] = {"bucket": index, "device": device}
-    if links is not None:
-        by_node = HierarchicalExchange(links, fragment.numel, codec, **given)
-        return Together(by_node, fragment.numel, device, guard, comm, links)
+    given: dict[str, Any] = {"bucket": index, "device": device, "keeps_payload": False}
     given |= {"residual_dtype": torch.bfloat16, "reversible": reversible}
-    return Together(LowMemoryExchange(comm, fragment.numel, codec, **given), fragment.numel, device, guard, comm)
+    exchange = make_exchange(Exchange, comm, links, fragment.numel, codec, **given)
+    return Together(exchange, fragment.numel, device, guard, comm, links)
 
 
 def make_node_outer_step(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from thinwire.compress.exchange import Outcome
+from thinwire.compress.packet import Outcome
 from thinwire.optim.algorithm import Algorithm, FreezeRule
 from thinwire.optim.bucket import Bucket, Shared
 from thinwire.optim.freeze_group import (

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.compress.light_exchanges import LowMemoryExchange
 from thinwire.optim.bucket import Shared
 from thinwire.optim.freeze_group import FreezeGroup, clip_local_step, new_clock, read_outcomes, sends_by_scale
 from thinwire.optim.home import AlgorithmHome, check_in_sync, check_settings, slices
@@ -202,8 +201,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         """Whether residuals begin again from zero if what is sent now is not applied."""
         if self.groups[0].send is not Send.COMPRESSED:
             return False
-        exchanges = (bucket.compressed for bucket in self.groups[0].buckets)
-        return any(isinstance(one, LowMemoryExchange) and not one.reversible for one in exchanges)
+        return not all(bucket.compressed.reversible for bucket in self.groups[0].buckets)
 
     @override
     def parameter_state(self) -> ParameterState:

@@ -12,15 +12,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import Communicator
-from thinwire.compress.codecs import CastCodec, Codec
-from thinwire.compress.exchange import EncodePart, held_coordinates
-from thinwire.compress.hierarchical_exchange import LowMemoryNodes
+from thinwire.compress.codecs import CastCodec, Codec, held_coordinates
+from thinwire.compress.exchange import EncodePart, Exchange
+from thinwire.compress.hierarchical_exchange import HierarchicalExchange
 from thinwire.compress.kernels import bucket_reference
 from thinwire.compress.kernels.buckets import EncodePackedPayload, MovePacked, PackedState, Segments
 from thinwire.compress.kernels.calls import StoreRounded
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.kernels.reference import decode_blocks, encode_decoded
-from thinwire.compress.light_exchanges import ExchangeToOwners, PacketsExchange
+from thinwire.compress.light_exchanges import ExchangeToOwners
 from thinwire.compress.packet_layout import CODE_BITS, HEADER_BYTES
 from thinwire.optim import storage
 from thinwire.optim.bucket import Bucket, Shared, part_of
@@ -63,7 +63,7 @@ class PackedBucket(Bucket):
         self._has_zero_variance = bool((self.codes[: self.layout.numel] == 0).any())
         self.__dict__.pop("_few_held", None)
         if self._compressed is None:
-            self._legs = self._wire.low_memory(self.layout, self.index, self.device, reversible=reversible)
+            self._legs = self._wire.compressed(self.layout, self.index, self.device, reversible=reversible)
             self._compressed = self._legs
         elif self._legs.worker_residual is not None:
             self._legs.worker_residual.zero_()
@@ -73,7 +73,7 @@ class PackedBucket(Bucket):
 
     @property
     @override
-    def compressed(self) -> PacketsExchange:
+    def compressed(self) -> Exchange:
         return self._legs
 
     @property
@@ -122,7 +122,7 @@ class PackedBucket(Bucket):
     def _encoder(self) -> EncodePart | None:
         gradients = [self._gradients.get(number) for number in self._numbers]
         factors, state, legs = self.payload_factors(), self._packed_state(), self._legs
-        if legs.codec.name != _FUSED or isinstance(legs, LowMemoryNodes):
+        if legs.codec.name != _FUSED or isinstance(legs, HierarchicalExchange):
             legs.codec.decode(self.momentum, legs.payload, self.layout.numel)
             bucket_reference.write_packed_payload(
                 legs.payload, self.codes, self.segments, gradients, *factors, tables=self._tables
