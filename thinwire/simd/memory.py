@@ -82,7 +82,6 @@ def _storer(memory: Any, stored: Any, some: bool) -> Any:
 
 load_floats = _loader(_FLOATS, floats.vector, some=False)
 load_some_floats = _loader(_FLOATS, floats.vector, some=True)
-load_shorts = _loader(_SHORTS, integers.vector, some=False)
 load_some_shorts = _loader(_SHORTS, integers.vector, some=True)
 store_floats = _storer(_FLOATS, floats.vector, some=False)
 store_some_floats = _storer(_FLOATS, floats.vector, some=True)

@@ -334,7 +334,7 @@ def test_to_the_nearest_and_made_wide_as_torch_does(dtype: torch.dtype) -> None:
     def convert(values: int, rounded: int, again: int, kind: int, numel: int) -> None:
         for i in range(0, numel, 16):
             memory.store_shorts(rounded + 2 * i, nearest_bits(memory.load_floats(values + 4 * i), kind))
-            memory.store_floats(again + 4 * i, widen_at(rounded + 2 * i, kind))
+            memory.store_floats(again + 4 * i, widen_at(rounded + 2 * i, kind, 16))
 
     values = neighbours()  # which round to every value of the format
     assert values.numel() % 16 == 0

@@ -52,37 +52,18 @@ def adam_step(runs: Table, factors: Factors, form: StepForm, elements: Range) ->
         variance, output = runs[run, _VARIANCE] + offset, runs[run, _OUTPUT] + offset
         behind = (high - low) // LANES * LANES
         for at in range(0, 4 * behind, 4 * LANES):
-            _sixteen(gradient + at, momentum + at, variance + at, output + at, factors, form)
+            _step(gradient + at, momentum + at, variance + at, output + at, LANES, factors, form)
         if behind < high - low:
             at, count = 4 * behind, high - low - behind
-            _some(gradient + at, momentum + at, variance + at, output + at, count, factors, form)
+            _step(gradient + at, momentum + at, variance + at, output + at, count, factors, form)
         run += 1
 
 
 @inner
-def _sixteen(gradient: int, momentum: int, variance: int, output: int, factors: Factors, form: StepForm) -> None:
-    """Elements at these addresses."""
-    v = memory.load_floats(variance)
-    m = v
-    if form.tracks:
-        g = memory.load_floats(gradient)
-        v = _tracked_variance(g, v, factors)
-        memory.store_floats(variance, v)
-        if form.tracks_momentum:
-            m = _tracked_momentum(g, memory.load_floats(momentum), factors, form)
-            memory.store_floats(momentum, m)
-    if form.moves:
-        w = memory.load_floats(output)
-        memory.store_floats(output, _moved(w, m, _denominator(v, factors, form), factors))
-    elif form.divides:
-        memory.store_floats(output, _denominator(v, factors, form))
-
-
-@inner
-def _some(
+def _step(
     gradient: int, momentum: int, variance: int, output: int, count: int, factors: Factors, form: StepForm
 ) -> None:
-    """The first `count` of them."""
+    """The first `count` of the sixteen elements at these addresses: where that is sixteen, no code asks for it."""
     v = memory.load_some_floats(variance, count)
     m = v
     if form.tracks:

@@ -46,7 +46,6 @@ from thinwire.compress.kernels.cpu.small_floats import (
     Values,
     some_of,
     widen_at,
-    widen_some_at,
 )
 from thinwire.simd import floats, integers, memory
 from thinwire.simd.building import LANES
@@ -124,23 +123,27 @@ def _pack_run(
     sums = no_sums()
     for at in range(low, high, STEP):
         new = gradient + ELEMENT_BYTES[kind] * (at - low)
-        value0 = _payload(new, kind, factors, form, vectors, at)
-        value1 = _payload(new + ELEMENT_BYTES[kind] * LANES, kind, factors, form, vectors, at + LANES)
-        value2 = _payload(new + ELEMENT_BYTES[kind] * 2 * LANES, kind, factors, form, vectors, at + 2 * LANES)
-        value3 = _payload(new + ELEMENT_BYTES[kind] * 3 * LANES, kind, factors, form, vectors, at + 3 * LANES)
+        size = ELEMENT_BYTES[kind] * LANES
+        value0 = _payload(new, kind, factors, form, vectors, at, LANES)
+        value1 = _payload(new + size, kind, factors, form, vectors, at + LANES, LANES)
+        value2 = _payload(new + 2 * size, kind, factors, form, vectors, at + 2 * LANES, LANES)
+        value3 = _payload(new + 3 * size, kind, factors, form, vectors, at + 3 * LANES, LANES)
         store_step(lost + 4 * at, value0, value1, value2, value3)
         sums = pack_step(packets, codes + (at - low) // 8, sums, value0, value1, value2, value3)
     return total_of(sums)
 
 
 @inner
-def _payload(new_at: int, kind: int, factors: Factors, form: int, vectors: Vectors, at: int) -> floats.Vector:
-    """Payload + residual of sixteen elements from element `at` on, whose gradients lie at an address."""
+def _payload(
+    new_at: int, kind: int, factors: Factors, form: int, vectors: Vectors, at: int, count: int
+) -> floats.Vector:
+    """Payload + residual of the first `count` of sixteen elements from element `at` on, whose gradients lie at an
+    address."""
     one = floats.broadcast(np.float32(1.0))
-    before = memory.load_floats(vectors.momentum + 4 * at)
-    denominators = memory.load_floats(vectors.denominators + 4 * at) if form != PLAIN else one
-    u = _contribution(widen_at(new_at, kind), kind, before, denominators, factors, form)
-    return floats.add(u, memory.load_floats(vectors.residual + 4 * at)) if vectors.residual else u
+    before = memory.load_some_floats(vectors.momentum + 4 * at, count)
+    denominators = memory.load_some_floats(vectors.denominators + 4 * at, count) if form != PLAIN else one
+    u = _contribution(widen_at(new_at, kind, count), kind, before, denominators, factors, form)
+    return floats.add(u, memory.load_some_floats(vectors.residual + 4 * at, count)) if vectors.residual else u
 
 
 @helper
@@ -148,20 +151,13 @@ def _fill(
     gradient: int, kind: int, factors: Factors, form: int, vectors: Vectors, lost: int, low: int, high: int
 ) -> None:
     """Write payload + residual to elements low to high of the vector at `lost`."""
-    size, one = ELEMENT_BYTES[kind], floats.broadcast(np.float32(1.0))
-    behind = low + (high - low) // LANES * LANES
+    size, behind = ELEMENT_BYTES[kind], low + (high - low) // LANES * LANES
     for at in range(low, behind, LANES):
-        u = _payload(gradient + size * (at - low), kind, factors, form, vectors, at)
+        u = _payload(gradient + size * (at - low), kind, factors, form, vectors, at, LANES)
         memory.store_floats(lost + 4 * at, u)
-    count = high - behind
-    if count:
-        new = widen_some_at(gradient + size * (behind - low), kind, count)
-        before = memory.load_some_floats(vectors.momentum + 4 * behind, count)
-        denominators = memory.load_some_floats(vectors.denominators + 4 * behind, count) if form != PLAIN else one
-        u = _contribution(new, kind, before, denominators, factors, form)
-        if vectors.residual:
-            u = floats.add(u, memory.load_some_floats(vectors.residual + 4 * behind, count))
-        memory.store_some_floats(lost + 4 * behind, u, count)
+    if behind < high:
+        u = _payload(gradient + size * (behind - low), kind, factors, form, vectors, behind, high - behind)
+        memory.store_some_floats(lost + 4 * behind, u, high - behind)
 
 
 @inner
@@ -307,28 +303,25 @@ def _follow(
     size, payload_at = ELEMENT_BYTES[kind], payload.ctypes.data
     behind = payload.size // LANES * LANES
     for i in range(0, behind, LANES):
-        factor, moving = integers.look_up(table, codes, first + i), integers.load_8_bits(codes, first + i)
-        u = _followed(
-            widen_at(gradient + size * i, kind), memory.load_floats(payload_at + 4 * i), factor, moving, factors
-        )
-        memory.store_floats(payload_at + 4 * i, u)
+        before, new = memory.load_floats(payload_at + 4 * i), widen_at(gradient + size * i, kind, LANES)
+        memory.store_floats(payload_at + 4 * i, _followed(new, before, codes, table, first + i, factors))
     count = payload.size - behind
     if count:
         some_codes = some_of(codes, first + behind, 0, count, 1)
-        factor, moving = integers.look_up(table, some_codes, 0), integers.load_8_bits(some_codes, 0)
-        new = widen_some_at(gradient + size * behind, kind, count)
-        before = memory.load_some_floats(payload_at + 4 * behind, count)
-        u = _followed(new, before, factor, moving, factors)
-        memory.store_some_floats(payload_at + 4 * behind, u, count)
+        before, new = (
+            memory.load_some_floats(payload_at + 4 * behind, count),
+            widen_at(gradient + size * behind, kind, count),
+        )
+        memory.store_some_floats(payload_at + 4 * behind, _followed(new, before, some_codes, table, 0, factors), count)
 
 
 @inner
 def _followed(
-    new: floats.Vector, before: floats.Vector, factor: floats.Vector, codes: integers.Integers, factors: Factors
+    new: floats.Vector, before: floats.Vector, codes: Bytes, table: Floats, first: int, factors: Factors
 ) -> floats.Vector:
-    """Sixteen elements, of which those move whose code is not 0."""
-    zero = floats.broadcast(np.float32(0.0))
-    moving = integers.below(integers.broadcast(np.uint32(0)), codes)
+    """Sixteen elements, whose codes are those from number `first` on; those move whose code is not 0."""
+    zero, factor = floats.broadcast(np.float32(0.0)), integers.look_up(table, codes, first)
+    moving = integers.below(integers.broadcast(np.uint32(0)), integers.load_8_bits(codes, first))
     if factors.loss_scale != 1.0:
         new = floats.divide(new, floats.broadcast(factors.loss_scale))
     kept = floats.select(moving, floats.multiply(before, floats.broadcast(factors.beta1)), zero)

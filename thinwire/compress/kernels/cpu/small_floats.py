@@ -64,22 +64,8 @@ def widen(values: Bytes, at: int, kind: int) -> floats.Vector:
 
 
 @inner
-def widen_at(address: int, kind: int) -> floats.Vector:
-    """Sixteen values that lie at an address, as float32; zeros for NO_VALUES."""
-    if kind == _FLOAT32:
-        value = memory.load_floats(address)
-    elif kind == BFLOAT16:
-        value = integers.as_floats(integers.shift_left(memory.load_shorts(address), _16))
-    elif kind == _FLOAT16:
-        value = _widen_float16(memory.load_shorts(address))
-    else:
-        value = floats.broadcast(np.float32(0.0))
-    return value
-
-
-@inner
-def widen_some_at(address: int, kind: int, count: int) -> floats.Vector:
-    """The first `count` of them, and zeros."""
+def widen_at(address: int, kind: int, count: int) -> floats.Vector:
+    """The first `count` of sixteen values that lie at an address, as float32, and zeros; zeros for NO_VALUES."""
     if kind == _FLOAT32:
         value = memory.load_some_floats(address, count)
     elif kind == BFLOAT16:
