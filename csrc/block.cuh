@@ -33,17 +33,12 @@ constexpr float SAFE_LARGEST = 1.26765060022822940e30f;    // 2^100
 
 // Where this thread block's elements begin, and how many of them are not padding. The grid has a column for each block
 // of a row, and a row for each row.
-__device__ long long block_start(Layout layout) {
-    return (blockIdx.y * layout.row_blocks + blockIdx.x) * BLOCK_SIZE;
-}
-
 __device__ long long block_start(Part part) {
     return blockIdx.y * part.shard + part.first + static_cast<long long>(blockIdx.x) * BLOCK_SIZE;
 }
 
-template <typename Place>
-__device__ int valid_elements(Place place) {
-    const long long left = place.numel - block_start(place);
+__device__ int valid_elements(Part part) {
+    const long long left = part.numel - block_start(part);
     return left < 0 ? 0 : left < BLOCK_SIZE ? static_cast<int>(left) : BLOCK_SIZE;
 }
 
@@ -56,10 +51,10 @@ __device__ long long scale_offset() {
     return HEADER_BYTES + SCALE_BYTES * Codec::SCALES * static_cast<long long>(blockIdx.x);
 }
 
-template <typename Codec, typename Place>
-__device__ long long codes_offset(Place place) {
+template <typename Codec>
+__device__ long long codes_offset(Part part) {
     constexpr int BLOCK_BYTES = BLOCK_SIZE / 8 * Codec::BITS;
-    return HEADER_BYTES + SCALE_BYTES * Codec::SCALES * place.row_blocks +
+    return HEADER_BYTES + SCALE_BYTES * Codec::SCALES * part.row_blocks +
            static_cast<long long>(blockIdx.x) * BLOCK_BYTES;
 }
 
@@ -180,28 +175,28 @@ __device__ float4 divide(float4 total, Rows rows) {
 
 // This block of one packet, as Codec reads it.
 template <typename Codec>
-__device__ void decode_row(const unsigned char* __restrict__ packets, float* __restrict__ output, Layout layout) {
-    const unsigned char* row = packets + blockIdx.y * layout.row_bytes;
+__device__ void decode_row(const unsigned char* __restrict__ packets, float* __restrict__ output, Part part) {
+    const unsigned char* row = packets + blockIdx.y * part.row_bytes;
     const Scales<Codec::SCALES> scale = load_scales<Codec>(row + scale_offset<Codec>());
-    const Codec codec(row + codes_offset<Codec>(layout));
-    const long long begin = block_start(layout);
-    if (EVEN && begin + BLOCK_SIZE <= layout.numel) {
+    const Codec codec(row + codes_offset<Codec>(part));
+    const long long begin = block_start(part);
+    if (EVEN && begin + BLOCK_SIZE <= part.numel) {
         float* own = output + begin + group_at(0);
 #pragma unroll UNROLLED
         for (int k = 0; k < GROUPS; ++k) store_four(own + 4 * THREADS * k, codec.decode(k, scale));
         return;
     }
-    const int valid = valid_elements(layout);
+    const int valid = valid_elements(part);
 #pragma unroll 1
     for (int k = 0; k < GROUPS; ++k)
         if (group_at(k) < BLOCK_SIZE) store_valid(output + begin, group_at(k), valid, codec.decode(k, scale));
 }
 
 // The mean of `packets`, which are of the same elements, in this thread's groups from `first` on.
-template <typename Codec, typename Place, int COUNT>
-__device__ void average(const unsigned char* packets, Place place, Rows rows, int first, float4 (&mean)[COUNT]) {
+template <typename Codec, int COUNT>
+__device__ void average(const unsigned char* packets, Part part, Rows rows, int first, float4 (&mean)[COUNT]) {
     const unsigned char* scale_of_row = packets + scale_offset<Codec>();
-    Codec codec(packets + codes_offset<Codec>(place));
+    Codec codec(packets + codes_offset<Codec>(part));
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) mean[k] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // adding to -0 changes nothing
 #pragma unroll 4
@@ -212,8 +207,8 @@ __device__ void average(const unsigned char* packets, Place place, Rows rows, in
             if (!WHOLE_TURNS && group_at(first + k) >= BLOCK_SIZE) break;
             mean[k] = add(mean[k], codec.decode(first + k, scale));
         }
-        scale_of_row += place.row_bytes;
-        codec.advance(place.row_bytes);
+        scale_of_row += part.row_bytes;
+        codec.advance(part.row_bytes);
     }
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) mean[k] = divide(mean[k], rows);
@@ -221,33 +216,33 @@ __device__ void average(const unsigned char* packets, Place place, Rows rows, in
 
 // The mean of this block of all packets.
 template <typename Codec>
-__device__ void decode_mean(const unsigned char* __restrict__ packets, float* __restrict__ output, Layout layout,
+__device__ void decode_mean(const unsigned char* __restrict__ packets, float* __restrict__ output, Part part,
                             Rows rows) {
-    const long long begin = block_start(layout);
-    const bool whole = WHOLE_TURNS && begin + BLOCK_SIZE <= layout.numel;
+    const long long begin = block_start(part);
+    const bool whole = WHOLE_TURNS && begin + BLOCK_SIZE <= part.numel;
     output += begin;
     for (int first = 0; first < GROUPS; first += MEAN_GROUPS) {
         float4 mean[MEAN_GROUPS];
-        average<Codec>(packets, layout, rows, first, mean);
+        average<Codec>(packets, part, rows, first, mean);
 #pragma unroll
         for (int k = 0; k < MEAN_GROUPS; ++k) {
             const int at = group_at(first + k);
             if (whole)
                 store_four(output + at, mean[k]);
             else
-                store_valid(output, at, valid_elements(layout), mean[k]);
+                store_valid(output, at, valid_elements(part), mean[k]);
         }
     }
 }
 
 // Encode what `source` makes of this block into the packets, and write what was lost to `lost`, which may be what the
 // source reads.
-template <typename Codec, typename Source, typename Lost, typename Place>
-__device__ void encode(Source& source, Lost* lost, unsigned char* packets, Place place) {
-    const int valid = valid_elements(place);
-    lost += block_start(place);
-    unsigned char* row = packets + blockIdx.y * place.row_bytes;
-    unsigned char* codes = row + codes_offset<Codec>(place);
+template <typename Codec, typename Source, typename Lost>
+__device__ void encode(Source& source, Lost* lost, unsigned char* packets, Part part) {
+    const int valid = valid_elements(part);
+    lost += block_start(part);
+    unsigned char* row = packets + blockIdx.y * part.row_bytes;
+    unsigned char* codes = row + codes_offset<Codec>(part);
     float* scales = reinterpret_cast<float*>(row + scale_offset<Codec>());
     typename Codec::Encoder encoder;
 

@@ -62,13 +62,13 @@ __device__ float masked(float value, unsigned mask) { return value * (mask != 0u
 template <typename Codec>
 class Averaged {
   public:
-    __device__ Averaged(const unsigned char* received, const unsigned char* mask, const float* residual, Layout layout,
+    __device__ Averaged(const unsigned char* received, const unsigned char* mask, const float* residual, Part part,
                         Rows rows)
-        : received(received), mask(mask), residual(residual), layout(layout), rows(rows) {}
+        : received(received), mask(mask), residual(residual), part(part), rows(rows) {}
 
     __device__ float4 group(int k) const {
         float4 mean[1];
-        average<Codec>(received, layout, rows, k, mean);
+        average<Codec>(received, part, rows, k, mean);
         return corrected(k, mean[0]);
     }
 
@@ -76,7 +76,7 @@ class Averaged {
 #pragma unroll
         for (int first = 0; first < GROUPS; first += MEAN_GROUPS) {
             float4 mean[MEAN_GROUPS];
-            average<Codec>(received, layout, rows, first, mean);
+            average<Codec>(received, part, rows, first, mean);
 #pragma unroll
             for (int k = 0; k < MEAN_GROUPS; ++k)
                 if (first + k < GROUPS) values[first + k] = corrected(first + k, mean[k]);
@@ -86,20 +86,20 @@ class Averaged {
   private:
     __device__ float4 corrected(int k, float4 mean) const {
         const int at = group_at(k);
-        const int valid = valid_elements(layout);
+        const int valid = valid_elements(part);
         if (mask != nullptr && at < valid) {
-            const unsigned word = *reinterpret_cast<const unsigned*>(mask + block_start(layout) + at);
+            const unsigned word = *reinterpret_cast<const unsigned*>(mask + block_start(part) + at);
             mean = make_float4(masked(mean.x, word & 0xffu), masked(mean.y, word & 0xff00u),
                                masked(mean.z, word & 0xff0000u), masked(mean.w, word & 0xff000000u));
         }
-        if (residual != nullptr && at < valid) mean = add(mean, load_four(residual + block_start(layout) + at));
+        if (residual != nullptr && at < valid) mean = add(mean, load_four(residual + block_start(part) + at));
         return keep_valid(mean, at, valid);
     }
 
     const unsigned char* received;
     const unsigned char* mask;
     const float* residual;
-    Layout layout;
+    Part part;
     Rows rows;
 };
 
@@ -233,7 +233,7 @@ __device__ void decode_and_move(const MovedRun* runs, long long count, const uns
     extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) average_and_encode_##NAME(                      \
         const unsigned char* __restrict__ received, const unsigned char* __restrict__ mask,                         \
         const float* __restrict__ residual, float* __restrict__ lost, unsigned char* __restrict__ packets,          \
-        Layout layout, Rows rows) {                                                                                 \
-        Averaged<CODEC> source(received, mask, residual, layout, rows);                                             \
-        encode<CODEC>(source, lost, packets, layout);                                                               \
+        Part part, Rows rows) {                                                                                     \
+        Averaged<CODEC> source(received, mask, residual, part, rows);                                               \
+        encode<CODEC>(source, lost, packets, part);                                                                 \
     }

@@ -1,7 +1,7 @@
 // Elements whose momentum is kept as sign1 packets, eight a thread, and how weights move by them. Packets must be 4-byte
 // aligned, everything else may lie anywhere.
 //
-// A layout's numel counts the elements of a range, which begins at number `first` of the bucket. A thread takes the
+// A part's numel counts the elements of a range, which begins at number `first` of the bucket. A thread takes the
 // elements whose numbers in the bucket begin at a multiple of ELEMENTS_PER_THREAD; the first and the last of a range may
 // be fewer. They lie in one block, so that there is one scale, and their signs are one byte.
 
@@ -43,14 +43,14 @@ __device__ Octet find_octet(Range range) {
 }
 
 // Whether all eight belong to the range; and those that do, from low to high.
-__device__ bool is_whole(const Octet& octet, Layout layout) {
-    return octet.at >= 0 && octet.at + EACH <= layout.numel;
+__device__ bool is_whole(const Octet& octet, Part part) {
+    return octet.at >= 0 && octet.at + EACH <= part.numel;
 }
 
 __device__ int low_of(const Octet& octet) { return octet.at < 0 ? static_cast<int>(-octet.at) : 0; }
 
-__device__ int high_of(const Octet& octet, Layout layout) {
-    const long long left = layout.numel - octet.at;
+__device__ int high_of(const Octet& octet, Part part) {
+    const long long left = part.numel - octet.at;
     return left < 0 ? 0 : left < EACH ? static_cast<int>(left) : EACH;
 }
 
@@ -60,15 +60,15 @@ struct Signs {
     unsigned bits;
 };
 
-__device__ Signs load_signs(const unsigned char* packets, const Octet& octet, Layout layout, Range range) {
+__device__ Signs load_signs(const unsigned char* packets, const Octet& octet, Part part, Range range) {
     constexpr unsigned BLOCK_OCTETS = BLOCK_SIZE / EACH;
     const unsigned block = octet.number / BLOCK_OCTETS;
     const unsigned row_index = __umulhi(2 * block, range.factor) >> range.shift;
-    const unsigned column = block - row_index * static_cast<unsigned>(layout.row_blocks);
-    const unsigned char* row = packets + row_index * layout.row_bytes;
+    const unsigned column = block - row_index * static_cast<unsigned>(part.row_blocks);
+    const unsigned char* row = packets + row_index * part.row_bytes;
     const unsigned place = column * BLOCK_OCTETS + octet.number % BLOCK_OCTETS;
     return {reinterpret_cast<const float*>(row)[HEADER_BYTES / SCALE_BYTES + column],
-            (row + SCALE_BYTES * layout.row_blocks + place)[HEADER_BYTES]};
+            (row + SCALE_BYTES * part.row_blocks + place)[HEADER_BYTES]};
 }
 
 // `magnitude`, or where bit i is 0 its negative; 0 where the element does not move.

@@ -9,22 +9,22 @@
 template <typename Weight>
 __device__ void move_packed(const MovedRun* __restrict__ runs, long long count, Weight* __restrict__ weights,
                             const unsigned char* __restrict__ packets, const unsigned char* __restrict__ codes,
-                            Layout layout, Range range, Keys keys) {
+                            Part part, Range range, Keys keys) {
     const long long begin = static_cast<long long>(range.octet + blockIdx.x * THREADS) * EACH;
     runs += find_run(runs, count, begin < range.first ? range.first : begin);
     const Octet octet = find_octet(range);
-    if (octet.at >= layout.numel) return;
-    const Signs signs = load_signs(packets, octet, layout, range);
+    if (octet.at >= part.numel) return;
+    const Signs signs = load_signs(packets, octet, part, range);
     const int low = low_of(octet);
     const long long element = octet.at + range.first;
     while (element + low >= runs->end) ++runs;
     codes += octet.at;
     weights += octet.at;
     Step step = {runs->rate, runs->decay, keys.first, keys.second};
-    if (range.aligned != 0u && is_whole(octet, layout) && element + EACH <= runs->end) {
+    if (range.aligned != 0u && is_whole(octet, part) && element + EACH <= runs->end) {
         if (runs->moves == 0 || move_whole(weights, codes, signs, octet.number, step)) return;
     }
-    const int high = high_of(octet, layout);
+    const int high = high_of(octet, part);
 #pragma unroll 1
     for (int i = low; i < high; ++i) {
         while (element + i >= runs->end) ++runs;
@@ -37,9 +37,9 @@ __device__ void move_packed(const MovedRun* __restrict__ runs, long long count, 
 #define MOVE_PACKED_OF(NAME, TYPE)                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS) move_packed_##NAME(                                       \
         const MovedRun* __restrict__ runs, long long count, TYPE* __restrict__ weights,                             \
-        const unsigned char* __restrict__ packets, const unsigned char* __restrict__ codes, Layout layout,          \
+        const unsigned char* __restrict__ packets, const unsigned char* __restrict__ codes, Part part,              \
         Range range, Keys keys) {                                                                                   \
-        move_packed(runs, count, weights, packets, codes, layout, range, keys);                                     \
+        move_packed(runs, count, weights, packets, codes, part, range, keys);                                       \
     }
 
 MOVE_PACKED_OF(float32, float)

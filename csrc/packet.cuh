@@ -25,15 +25,6 @@ __device__ void store_header(unsigned* row, Header header) {
     row[3] = static_cast<unsigned>(header.second >> 32);
 }
 
-// How packets, of row_blocks blocks and row_bytes bytes each, carry numel elements.
-struct Layout {
-    long long numel;
-    long long row_blocks;
-    long long row_bytes;
-};
-
-static_assert(sizeof(Layout) == 24, "no gaps between members");
-
 // How packets carry elements `first` to `first` + row_blocks · BLOCK_SIZE of every shard of a bucket of numel elements.
 struct Part {
     long long numel;

@@ -15,6 +15,7 @@ from thinwire.comm import Communicator, threads
 from thinwire.comm.agreement import NodeGroups, NodeLinks
 from thinwire.compress import Exchange, PacketError, make_codec
 from thinwire.compress.codecs import cut_shard, held_coordinates, least_part
+from thinwire.compress.exchange import hold_zero
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange
 
 BLOCK = 64
@@ -38,7 +39,7 @@ def exchanged(exchange: Exchange, vectors: list[Tensor]) -> list[Tensor | None]:
     for step, vector in enumerate(vectors):
         seen += [exchange.average(vector, step), exchange.worker_residual, exchange.owner_residual]
         few = 0.1 if step % 2 else 0.01
-        exchange.hold_zero(held_coordinates(torch.rand(exchange.padded_numel, generator=generator) < few))
+        hold_zero(exchange, held_coordinates(torch.rand(exchange.padded_numel, generator=generator) < few))
     return [None if one is None else one.clone() for one in seen]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.compress.kernels.buckets import AverageAndEncode
-from thinwire.compress.kernels.calls import Decode, Encode, span
+from thinwire.compress.kernels.calls import Decode, Encode
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.packet_layout import (
     BLOCK_SCALES,
@@ -31,10 +31,9 @@ from thinwire.compress.packet_layout import (
 class Codec(ABC):
     """A lossy map of rows of fp32 to packets.
 
-    A row is one shard, or the same part of each shard: `shard` elements, a multiple of `block_size`. Rows of floats lie
-    end to end, [rows · shard], or apart, [rows, shard] with a stride. `numel` counts the valid elements from the
-    first one's place to the end of the last row, what lies between rows included; what lies beyond is padding, which
-    holds zeros, enters no scale and decodes to zero.
+    A row of packets is of one shard, a multiple of `block_size`, or of the same part of each, the elements `place`.
+    Shards of floats lie end to end, [rows · shard]. `numel` counts their valid elements; what lies beyond is padding,
+    which holds zeros, enters no scale and decodes to zero.
     """
 
     name: CodecName
@@ -48,23 +47,24 @@ class Codec(ABC):
         """Bytes of one packet that carries `shard` elements, header included."""
 
     @abstractmethod
-    def encode(self, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int) -> None:
+    def encode(
+        self,
+        payload: Tensor,
+        residual: Tensor | None,
+        packets: Tensor,
+        numel: int,
+        place: slice | None = None,
+        new_residual: Tensor | None = None,
+    ) -> None:
         """Write `payload + residual`, fp32, both laid out alike, into `packets`, uint8 [rows, packet_bytes].
 
         `payload` becomes what the codec lost, that is the next residual; `residual` itself is only read, so that a
-        step that is skipped can keep it. Headers are not touched.
+        step that is skipped can keep it. With a `new_residual`, which may be `residual`, both are bf16, what was lost
+        goes there, and `payload` is spent. Headers are not touched.
         """
 
-    def encode_rounded(
-        self, payload: Tensor, residual: Tensor, new_residual: Tensor, packets: Tensor, numel: int
-    ) -> None:
-        """Like `encode`, with residuals in bf16; `new_residual` may be `residual`. Spends `payload`."""
-        payload.add_(residual)
-        self.encode(payload, None, packets, numel)
-        new_residual.copy_(payload)
-
     @abstractmethod
-    def decode(self, packets: Tensor, output: Tensor, numel: int) -> None:
+    def decode(self, packets: Tensor, output: Tensor, numel: int, place: slice | None = None) -> None:
         """Read `packets`, uint8 [rows, packet_bytes], into `output`, fp32."""
 
     @abstractmethod
@@ -139,19 +139,21 @@ class _BlockCodec(Codec):
         return codec_packet_bytes(self.name, shard, self.block_size)
 
     @override
-    def encode(self, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int) -> None:
-        execute(Encode(self.name, payload, residual, packets, _within(payload, numel), self.scale_block))
-
-    @override
-    def encode_rounded(
-        self, payload: Tensor, residual: Tensor, new_residual: Tensor, packets: Tensor, numel: int
+    def encode(
+        self,
+        payload: Tensor,
+        residual: Tensor | None,
+        packets: Tensor,
+        numel: int,
+        place: slice | None = None,
+        new_residual: Tensor | None = None,
     ) -> None:
         valid = _within(payload, numel)
-        execute(Encode(self.name, payload, residual, packets, valid, self.scale_block, new_residual))
+        execute(Encode(self.name, payload, residual, packets, valid, self.scale_block, new_residual, place))
 
     @override
-    def decode(self, packets: Tensor, output: Tensor, numel: int) -> None:
-        execute(Decode(self.name, packets, output, _within(output, numel), self.scale_block))
+    def decode(self, packets: Tensor, output: Tensor, numel: int, place: slice | None = None) -> None:
+        execute(Decode(self.name, packets, output, _within(output, numel), self.scale_block, place=place))
 
     @override
     def scale(self, packets: Tensor, factor: float) -> None:
@@ -218,18 +220,15 @@ def held_coordinates(mask: Tensor) -> Tensor:
     return mask.nonzero().view(-1)
 
 
-def zero_held(values: Tensor, held: Tensor, place: slice) -> None:
-    """Zero, in place, the coordinates of `values` that are held; they are the elements `place` of the vector."""
-    if held.dtype == torch.bool:
-        values.masked_fill_(held[place], 0.0)
-        return
-    first, last = torch.searchsorted(held, torch.tensor([place.start, place.stop])).tolist()
-    values.index_fill_(0, held[first:last] - place.start, 0.0)
-
-
 def _within(vector: Tensor, numel: int) -> int:
-    """Of `numel` elements from the vector's first one's place on, those that lie before its end."""
-    return min(max(numel, 0), span(vector))
+    """Of `numel` elements those that a vector has."""
+    return min(max(numel, 0), vector.numel())
+
+
+def _rows(vector: Tensor, packets: Tensor, place: slice | None) -> Tensor:
+    """What each of the packets is of in a vector, [rows, elements], a view."""
+    shards = vector.view(packets.shape[0], -1)
+    return shards if place is None else shards[:, place]
 
 
 class CastCodec(Codec):
@@ -260,23 +259,33 @@ class CastCodec(Codec):
         return codec_packet_bytes(self.name, shard, self.block_size)
 
     @override
-    def encode(self, payload: Tensor, residual: Tensor | None, packets: Tensor, numel: int) -> None:
+    def encode(
+        self,
+        payload: Tensor,
+        residual: Tensor | None,
+        packets: Tensor,
+        numel: int,
+        place: slice | None = None,
+        new_residual: Tensor | None = None,
+    ) -> None:
+        rows, values = _rows(payload, packets, place), self.values(packets)
         if residual is not None:
-            payload.add_(residual)
-        rows = payload.view(packets.shape[0], -1)
-        values = self.values(packets)
+            rows.add_(_rows(residual, packets, place))
         values.copy_(rows)
         if self._dtype == payload.dtype:
-            payload.zero_()
+            rows.zero_()
         else:
             rows.sub_(values)
+        if new_residual is not None:
+            _rows(new_residual, packets, place).copy_(rows)
 
     @override
-    def decode(self, packets: Tensor, output: Tensor, numel: int) -> None:
-        rows = packets.shape[0]
-        if not rows or output.numel() % rows:
-            raise ValueError(f"output has {output.numel()} elements, not a multiple of the {rows} rows of packets")
-        output.view(rows, -1).copy_(self.values(packets, output.numel() // rows))
+    def decode(self, packets: Tensor, output: Tensor, numel: int, place: slice | None = None) -> None:
+        count = packets.shape[0]
+        if not count or output.numel() % count:
+            raise ValueError(f"output has {output.numel()} elements, not a multiple of the {count} rows of packets")
+        rows = _rows(output, packets, place)
+        rows.copy_(self.values(packets, rows.shape[1]))
 
     @override
     def scale(self, packets: Tensor, factor: float) -> None:

@@ -11,16 +11,8 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator, Work
-from thinwire.compress.codecs import Codec, cut_shard, least_part, zero_held
-from thinwire.compress.packet import (
-    Flags,
-    Header,
-    Headers,
-    Outcome,
-    number_headers,
-    read_together,
-    write_headers,
-)
+from thinwire.compress.codecs import Codec, cut_shard, least_part
+from thinwire.compress.packet import Flags, Header, Headers, Outcome, number_headers, read_together, write_headers
 from thinwire.compress.packet_layout import HEADER_BYTES, shard_numel, valid_in_shard
 
 Adjust = Callable[[Tensor, slice], None]
@@ -79,7 +71,8 @@ class Exchange:
 
     `worker_place`, `owner_place`: the elements of the vector, padding included, that this rank's residuals are of.
     `mask`: uint8 [shard], if there is one; where it is 0 the average is times 0, so that what is not finite stays so.
-    `takes_encoder`: whether `start` takes an encoder, as vectors leave as they are and the codec has kernels.
+    `brought`: what leg 2 has brought and nothing has read. `takes_encoder`: whether `start` takes an encoder, as
+    vectors leave as they are and the codec has kernels.
     """
 
     takes_gradients: ClassVar[bool] = False
@@ -136,7 +129,7 @@ class Exchange:
         self.numbers: Tensor | None = None  # of the step, see `number_headers`; None where headers are of one step
         self._average: Tensor | None = None
         self._next_average: Tensor | None = None
-        self._leg_1, self._leg_2 = list[Leg](), list[Leg]()
+        self._leg_1, self.brought = list[Leg](), list[Leg]()
         self._passes_on_flags = False
         self._headers: list[Headers] = []
         self._expected = Header(codec.identifier, codec.block_size, bucket, step=0)
@@ -171,7 +164,7 @@ class Exchange:
         if not self.keeps_payload:
             self._payload = None
         if not self.reversible:
-            self.worker_residual, self._next = self.next_residual, None
+            self.worker_residual, self._next = self._next, None
 
     def advance(self, adjust: Adjust | None = None) -> None:
         """Wait for leg 1, average the own shard, and start leg 2: encode the average and send it to every worker.
@@ -198,8 +191,8 @@ class Exchange:
 
     def wait(self) -> None:
         """Wait for leg 2. The packets stay until `read`."""
-        assert self._leg_2, "wait() follows advance()"
-        for number, leg in enumerate(self._leg_2):
+        assert self.brought, "wait() follows advance()"
+        for number, leg in enumerate(self.brought):
             leg.work.wait()
             # Packets are read and let go; on an accelerator their headers are copied once a step, together.
             headers = leg.received[:, :HEADER_BYTES]
@@ -214,7 +207,7 @@ class Exchange:
     @property
     def has_arrived(self) -> bool:
         """Whether leg 2 has brought what `read` decodes."""
-        return bool(self._headers) and bool(self._leg_2)
+        return bool(self._headers) and bool(self.brought)
 
     def outcome(self) -> Outcome:
         """Check every header of both legs and say what they said; after `bring_headers` without a wait.
@@ -232,25 +225,20 @@ class Exchange:
 
     def read(self, output: Tensor) -> None:
         """Decode what leg 2 brought into `output`, fp32 [padded_numel]: the same bits on every rank."""
-        shards = output.view(-1, self.shard)
-        self.read_parts(lambda place, packets: self.codec.decode(packets, shards[:, place], self.numel - place.start))
+        self.read_parts(lambda place, packets: self.codec.decode(packets, output, self.numel, place))
 
     def read_parts(self, decode: Callable[[slice, Tensor], None]) -> None:
         """Give each part of every shard, and the packets that leg 2 brought for it, to `decode`."""
-        assert self._leg_2, "read() follows wait()"
-        for place, leg in zip(self.parts, self._leg_2, strict=True):
+        assert self.brought, "read() follows wait()"
+        for place, leg in zip(self.parts, self.brought, strict=True):
             decode(place, leg.received)
-        self._leg_2 = []
+        self.brought = []
 
     def take_packets(self) -> Tensor:
         """What leg 2 brought, uint8 [shards, packet_bytes], instead of `read`."""
-        assert self._leg_2, "take_packets() follows wait()"
-        legs, self._leg_2 = self._leg_2, []
+        assert self.brought, "take_packets() follows wait()"
+        legs, self.brought = self.brought, []
         return legs[0].received if len(legs) == 1 else self.codec.join([leg.received for leg in legs])
-
-    def arrived(self, row: int) -> list[Tensor]:
-        """What leg 2 brought from one owner, uint8 [1, packet_bytes] for each part; after `wait`."""
-        return [leg.received[row : row + 1] for leg in self._leg_2]
 
     def commit(self) -> None:
         """Take over the new residuals. The old ones' memory becomes the next payload, if that is kept."""
@@ -277,12 +265,12 @@ class Exchange:
     def hold_arrived(self) -> Arrived:
         """What `wait` has brought, to be had again by `arrive_again`."""
         assert self._average is not None, "hold_arrived() follows wait()"
-        return Arrived(tuple(self._headers), tuple(self._leg_2), self._average)
+        return Arrived(tuple(self._headers), tuple(self.brought), self._average)
 
     def arrive_again(self, arrived: Arrived, step: int, settings: int) -> None:
         """Be where `wait` ends, in a step whose legs a graph's replay has brought."""
         self._expect(step, settings)
-        self._headers, self._leg_2, self._average = list(arrived.headers), list(arrived.legs), arrived.average
+        self._headers, self.brought, self._average = list(arrived.headers), list(arrived.legs), arrived.average
         self._next = self.payload
 
     def revert(self) -> None:
@@ -294,12 +282,6 @@ class Exchange:
         if not self.reversible and self.worker_residual is not None:
             self.worker_residual.zero_()  # it holds this step's, however large, by now
         self._next = self._average = None
-
-    def hold_zero(self, held: Tensor) -> None:
-        """Zero the residuals at these `held_coordinates` of [padded_numel]; between steps."""
-        if self.worker_residual is not None and self.owner_residual is not None:
-            zero_held(self.worker_residual, held, self.worker_place)
-            zero_held(self.owner_residual, held, self.owner_place)
 
     def scale_step(self, coefficient: float | Tensor) -> None:
         """Change the new worker residual to what it were had this step's change been `coefficient` times as large.
@@ -331,7 +313,7 @@ class Exchange:
         self._next = None
         self._expected = Header(self.codec.identifier, self.codec.block_size, self.bucket, step, settings=settings)
         self._headers = []
-        self._leg_1, self._leg_2 = [], []
+        self._leg_1, self.brought = [], []
 
     @property
     def next_residual(self) -> Tensor:
@@ -347,13 +329,11 @@ class Exchange:
 
     def _encode_part(self, place: slice, packets: Tensor) -> None:
         """Encode a part of every shard."""
-        valid = self.numel - self.worker_place.start - place.start
-        after = self.next_residual.view(-1, self.shard)[:, place]
-        before = None if self.worker_residual is None else self.worker_residual.view(-1, self.shard)[:, place]
+        before, after, valid = self.worker_residual, self.next_residual, self.numel - self.worker_place.start
         if before is None or before.dtype == torch.float32:
-            self.codec.encode(after, before, packets, valid)
+            self.codec.encode(after, before, packets, valid, place)
         else:
-            self.codec.encode_rounded(self.payload.view(-1, self.shard)[:, place], before, after, packets, valid)
+            self.codec.encode(self.payload, before, packets, valid, place, after)
 
     def _receive(self, number: int) -> Tensor:
         """Wait for a part of leg 1, and return what came, uint8 [workers, packet_bytes]."""
@@ -373,7 +353,7 @@ class Exchange:
         if self._passes_on_flags:
             self._pass_on_flags(send)
         work = self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True)
-        self._leg_2.append(Leg(send, receive, work))
+        self.brought.append(Leg(send, receive, work))
 
     def _pass_on_flags(self, packets: Tensor) -> None:
         """Let leg 2 tell of leg 1, whose headers not every rank has seen."""
@@ -398,3 +378,19 @@ def bring_headers(exchanges: Iterable[Exchange], others: Sequence[Tensor] = ()) 
     for exchange in away:
         exchange._headers = [replace(headers, raw=next(brought)) for headers in exchange._headers]
     return found
+
+
+def zero_held(values: Tensor, held: Tensor, place: slice) -> None:
+    """Zero, in place, the coordinates of `values` that are held; they are the elements `place` of the vector."""
+    if held.dtype == torch.bool:
+        values.masked_fill_(held[place], 0.0)
+        return
+    first, last = torch.searchsorted(held, torch.tensor([place.start, place.stop])).tolist()
+    values.index_fill_(0, held[first:last] - place.start, 0.0)
+
+
+def hold_zero(exchange: Exchange, held: Tensor) -> None:
+    """Zero an exchange's residuals at these `held_coordinates` of [padded_numel]; between steps."""
+    if exchange.worker_residual is not None and exchange.owner_residual is not None:
+        zero_held(exchange.worker_residual, held, exchange.worker_place)
+        zero_held(exchange.owner_residual, held, exchange.owner_place)

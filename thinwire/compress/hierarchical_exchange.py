@@ -90,15 +90,15 @@ class HierarchicalExchange(Exchange):
             if links.lane is None:
                 mine = self._packets(links.num_nodes, number).zero_()
             else:
-                self._leg_2[number].work.wait()
-                mine = self._leg_2[number].received
+                self.brought[number].work.wait()
+                mine = self.brought[number].received
             everyone = mine.new_empty(links.inside.size * mine.shape[0], mine.shape[1])
             work = links.inside.all_gather(everyone, mine)
             packets = everyone[: len(senders)]
             headers = packets[:, :HEADER_BYTES]
             kept = headers.clone() if self._device.type == "cpu" else headers
             self._headers.append(Headers(kept, number, senders))
-            self._leg_2[number : number + 1] = [Leg(mine, packets, work)]
+            self.brought[number : number + 1] = [Leg(mine, packets, work)]
 
     @override
     def _pass_on_flags(self, packets: Tensor) -> None:

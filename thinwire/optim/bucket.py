@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.compress.codecs import held_coordinates, zero_held
-from thinwire.compress.exchange import EncodePart, Exchange
+from thinwire.compress.codecs import held_coordinates
+from thinwire.compress.exchange import EncodePart, Exchange, hold_zero, zero_held
 from thinwire.compress.kernels.bucket_reference import move_weights, write_payload
 from thinwire.compress.kernels.buckets import Part, Segments
 from thinwire.compress.kernels.calls import DecodeAndMove, EncodePayload
@@ -100,7 +100,7 @@ class Bucket:
         mask = None if denominators is None else torch.isinf(denominators)
         self.zero_variance = held_coordinates(mask) if mask is not None and bool(mask.any()) else None
         if self.zero_variance is not None and self._compressed is not None:
-            self._compressed.hold_zero(self.zero_variance)
+            hold_zero(self._compressed, self.zero_variance)
 
     @property
     def compressed(self) -> Exchange:
@@ -247,7 +247,7 @@ class Bucket:
         if self.zero_variance is not None:
             # Else what stays would blur its block's scale.
             zero_held(output, self.zero_variance, slice(0, output.numel()))
-            self.exchange.hold_zero(self.zero_variance)
+            hold_zero(self.exchange, self.zero_variance)
 
     def receive_and_move(self, weights: Sequence[Tensor | None], replicas: Sequence[Tensor | None]) -> None:
         """Do in a COMPRESSED step what the algorithm's form says, in one pass over memory if kernels read the codec.
@@ -286,7 +286,7 @@ class Bucket:
         exchange.commit()
         exchange.read_parts(decode)
         if self.zero_variance is not None:
-            exchange.hold_zero(self.zero_variance)
+            hold_zero(exchange, self.zero_variance)
 
     def rates(self, clock: Clock) -> tuple[list[float], list[float]]:
         """By what each slot's weights move when a COMPRESSED step is counted on `clock`, and what decay leaves of

@@ -12,18 +12,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import Communicator
-from thinwire.compress.exchange import Exchange
+from thinwire.compress.exchange import Exchange, hold_zero
 from thinwire.optim.algorithm import FreezeRule, LocalSteps
 from thinwire.optim.bucket import Bucket, place_of, scale_residuals
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.options import COMPRESSED_WIRES, HomeOptions, Recipe
 from thinwire.optim.step import AlgorithmCounters, Step
-from thinwire.optim.storage import (
-    PACKED_MOMENTUM,
-    PACKED_PRECONDITIONER,
-    PRECONDITIONER_HIGH,
-    PRECONDITIONER_LOW,
-)
+from thinwire.optim.storage import PACKED_MOMENTUM, PACKED_PRECONDITIONER, PRECONDITIONER_HIGH, PRECONDITIONER_LOW
 from thinwire.zero.home import TRAFFIC, Home
 from thinwire.zero.master_weights import runs_in
 from thinwire.zero.rank_state import OneRankState, warn_of_lost_residuals
@@ -375,7 +370,7 @@ def _load_residuals(
         if lost.any():
             owner.add_(lost)
     if bucket.zero_variance is not None and not prefix:
-        exchange.hold_zero(bucket.zero_variance)
+        hold_zero(exchange, bucket.zero_variance)
 
 
 def _common(group: FreezeGroup, bucket: Bucket) -> list[str]:

@@ -35,9 +35,10 @@ class Unchecked:
         self.backend.encode(Encode(*arguments))
 
     def encode_rounded(
-        self, codec: str, payload: Tensor, residual: Tensor | None, new: Tensor, packets: Tensor, numel: int, size: int
+        self, codec: str, payload: Tensor, residual: Tensor | None, new: Tensor, packets: Tensor, *rest: Any
     ) -> None:
-        self.backend.encode(Encode(codec, payload, residual, packets, numel, size, new))
+        numel, block_size, *place = rest
+        self.backend.encode(Encode(codec, payload, residual, packets, numel, block_size, new, *place))
 
     def decode(self, *arguments: Any) -> None:
         self.backend.decode(Decode(*arguments))
@@ -148,31 +149,32 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 
 def check_rows_apart(backend: Unchecked, codec: str, device: str, shard: int, place: slice, numel: int) -> None:
-    """The same part of three shards of which `numel` elements are valid: the bits that each row has by itself."""
-    payload, residual = torch.randn(2, 3, shard, device=device)[:, :, place]
-    new = torch.zeros(3, shard, dtype=torch.bfloat16, device=device)[:, place]
-    half = torch.zeros(3, shard, dtype=torch.bfloat16, device=device)[:, place].copy_(residual)
-    part = payload.shape[1]
-    packets, rounded, alone = (uninitialised_packets(codec, 3, part, 64, device) for _ in range(3))
-    rounded.copy_(packets)
-    alone.copy_(packets)
-    lost, decoded = (torch.zeros(3, shard, device=device)[:, place] for _ in range(2))
-    lost.copy_(payload)
-    valid = min(max(numel - place.start, 0), 2 * shard + part)
-    backend.encode(codec, lost, residual, packets, valid, 64)
-    backend.encode_rounded(codec, payload, half, new, rounded, valid, 64)
-    backend.decode(codec, packets, decoded, valid, 64)
+    """The same part of three shards of which `numel` elements are valid: the bits that each row has by itself, and
+    nothing else written."""
+    payload, residual = torch.randn(2, 3 * shard, device=device)
+    new, half = torch.zeros(3 * shard, dtype=torch.bfloat16, device=device), residual.bfloat16()
+    part = place.stop - place.start
+    packets = uninitialised_packets(codec, 3, part, 64, device)
+    rounded, alone = packets.clone(), packets.clone()
+    lost, decoded = payload.clone(), torch.zeros(3 * shard, device=device)
+    backend.encode(codec, lost, residual, packets, numel, 64, None, place)
+    backend.encode_rounded(codec, payload, half, new, rounded, numel, 64, place)
+    backend.decode(codec, packets, decoded, numel, 64, False, place)
+    places = torch.arange(3 * shard, device=device) % shard
+    elsewhere = (places < place.start) | (places >= place.stop)
+    assert not any(bool(one[elsewhere].any()) for one in (lost - payload, new, decoded))
     for row in range(3):
         mine = min(max(numel - row * shard - place.start, 0), part)
-        one, of_row, values = payload[row].clone(), alone[row : row + 1], torch.empty(part, device=device)
-        backend.encode(codec, one, residual[row].clone(), of_row, mine, 64)
-        assert torch.equal(lost[row], one)
+        here = slice(row * shard + place.start, row * shard + place.stop)
+        one, of_row, values = payload[here].clone(), alone[row : row + 1], torch.empty(part, device=device)
+        backend.encode(codec, one, residual[here].clone(), of_row, mine, 64)
+        assert torch.equal(lost[here], one)
         assert torch.equal(packets[row], of_row[0])
         backend.decode(codec, of_row, values, mine, 64)
-        assert torch.equal(decoded[row], values)
+        assert torch.equal(decoded[here], values)
         after = torch.empty(part, dtype=torch.bfloat16, device=device)
-        backend.encode_rounded(codec, payload[row].clone(), half[row].clone(), after, of_row, mine, 64)
-        assert torch.equal(new[row], after)
+        backend.encode_rounded(codec, payload[here].clone(), half[here].clone(), after, of_row, mine, 64)
+        assert torch.equal(new[here], after)
         assert torch.equal(rounded[row], of_row[0])
 
 

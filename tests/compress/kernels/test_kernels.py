@@ -236,7 +236,7 @@ class TestCalls:
 
     def test_bad_arguments_are_refused_with_what_to_do(self, codec: str) -> None:
         payload, residual, packets, numel, size = arguments_of(codec, "encode")
-        apart, rounded = torch.zeros(3, 200)[:, :128], residual.bfloat16()
+        rounded = residual.bfloat16()
         new = torch.zeros(3 * 128).bfloat16()
         rest = packets, numel, size
         for kind, match, *arguments in (
@@ -244,16 +244,13 @@ class TestCalls:
             (TypeError, "packets must be torch.uint8", payload, residual, packets.char(), numel, size),
             (ValueError, "contiguous vector", payload.view(2, -1), residual, *rest),
             (ValueError, "contiguous vector", payload.view(3, -1)[:, ::2], None, *rest),
-            (ValueError, "lay both out alike", payload.view(3, -1), residual, *rest),
-            (ValueError, "lay both out alike", apart, residual.view(3, -1), *rest),
-            (ValueError, "numel is 529: it must lie between 0 and the 528", apart, None, packets, 529, size),
             (ValueError, "contiguous vector", payload[::2], residual, *rest),
             (ValueError, "contiguous", payload, residual, packets.t(), numel, size),
             (ValueError, "at least one row", payload, residual, packets[0], numel, size),
             (ValueError, "at least one row", payload, residual, packets[:0], numel, size),
             (ValueError, "not a multiple of the 3 rows", payload[:-1], None, *rest),
             (ValueError, "whole number of blocks", payload[:-3], None, *rest),
-            (ValueError, "residual has 383", payload, residual[:-1], *rest),
+            (ValueError, "residual must be a contiguous vector of 384", payload, residual[:-1], *rest),
             (ValueError, "rows of", payload, residual, packets[:, :-1].contiguous(), numel, size),
             (ValueError, "numel is 385", payload, residual, packets, 385, size),
             (ValueError, "numel is -1", payload, residual, packets, -1, size),
@@ -271,7 +268,7 @@ class TestCalls:
                 new.half(),
             ),
             (TypeError, r"residual must be torch\.bfloat16, got torch\.float32", payload, residual, *rest, new),
-            (ValueError, "new_residual has 383 elements and payload 384", payload, None, *rest, new[1:]),
+            (ValueError, "new_residual must be a contiguous vector of 384", payload, None, *rest, new[1:]),
         ):
             before = packets.clone()
             with pytest.raises(kind, match=match):

@@ -15,7 +15,7 @@ from tests.optim.subject import Subject
 from tests.optim.training import buckets_of, make_model, train, weights
 from thinwire.comm import threads
 from thinwire.compress import make_codec
-from thinwire.compress.codecs import zero_held
+from thinwire.compress.exchange import zero_held
 from thinwire.optim import lamb as lamb
 from thinwire.optim.lamb import Lamb, LambSettings, Layer, trust_ratio
 from thinwire.optim.storage import quantize, table

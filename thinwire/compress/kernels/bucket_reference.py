@@ -36,12 +36,11 @@ def encode_payload(call: EncodePayload) -> None:
     payload, part = torch.zeros_like(call.lost), call.part
     given = call.gradients, call.beta1, call.divisors
     write_payload(call.form, call.segments, *given, call.momentum, call.denominators, payload)
-    for row, place in enumerate(part.places(call.packets.size(0))):
+    for place in part.places(call.packets.size(0)):
         call.lost[place] = payload[place]
-        residual = None if call.residual is None else call.residual[place]
-        valid = min(max(part.numel - place.start, 0), place.stop - place.start)
-        packets = call.packets[row : row + 1]
-        reference.encode(Encode(call.codec, call.lost[place], residual, packets, valid, part.block_size))
+    within = slice(part.first, part.last)
+    encoded = call.lost, call.residual, call.packets, part.numel, part.block_size
+    reference.encode(Encode(call.codec, *encoded, place=within))
     _write_header(call)
 
 
@@ -79,10 +78,9 @@ def write_payload(
 def decode_and_move(call: DecodeAndMove) -> None:
     """Decode into `output`, and move weights by what came."""
     part = call.part
-    for row, place in enumerate(part.places(call.packets.size(0))):
-        valid = min(max(part.numel - place.start, 0), place.stop - place.start)
-        packets = call.packets[row : row + 1]
-        reference.decode(Decode(call.codec, packets, call.output[place], valid, part.block_size))
+    within = slice(part.first, part.last)
+    reference.decode(Decode(call.codec, call.packets, call.output, part.numel, part.block_size, place=within))
+    for place in part.places(call.packets.size(0)):
         if call.holds:
             assert call.denominators is not None
             call.output[place].masked_fill_(torch.isinf(call.denominators[place]), 0.0)
@@ -153,11 +151,11 @@ def encode_packed_payload(call: EncodePackedPayload) -> None:
     write_packed_payload(
         payload, state.codes, call.segments, call.gradients, call.beta1, call.divisors, tables=call.tables
     )
-    for row, place in enumerate(part.places(call.packets.size(0))):
-        valid = min(max(part.numel - place.start, 0), place.stop - place.start)
-        corrected, packets = payload[place] + call.residual[place].float(), call.packets[row : row + 1]
-        reference.encode(Encode("sign1", corrected, None, packets, valid, part.block_size))
-        call.lost[place] = corrected
+    payload += call.residual.float()
+    within = slice(part.first, part.last)
+    reference.encode(Encode("sign1", payload, None, call.packets, part.numel, part.block_size, place=within))
+    for place in part.places(call.packets.size(0)):
+        call.lost[place] = payload[place]
     _write_header(call)
 
 

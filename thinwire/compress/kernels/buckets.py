@@ -132,9 +132,9 @@ class Part:
             raise ValueError(f"a header has {HEADER_BYTES} bytes, got {len(self.header)}")
         if not 0 <= self.first <= self.last <= self.shard:
             raise ValueError(f"elements {self.first} to {self.last} do not lie in a shard of {self.shard}")
+        check_packets(codec, packets, self.last - self.first, self.block_size)
         if self.first % self.block_size or self.shard % self.block_size:
             raise ValueError(f"element {self.first} of shards of {self.shard} begins no block of {self.block_size}")
-        check_packets(codec, packets, self.last - self.first, self.block_size)
 
 
 @dataclass(eq=False)

@@ -4,9 +4,8 @@ says what the kernel does and refuses what does not fit together, so that no bac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,20 +28,14 @@ from thinwire.compress.kernels.buckets import (
 from thinwire.compress.packet_layout import HEADER_BYTES, SCALE_BYTES
 
 
-def span(vector: Tensor) -> int:
-    """Elements from the first of a vector, or of [rows, shard], to its last, what lies between rows included."""
-    if vector.dim() < 2 or not vector.numel():
-        return vector.numel()
-    return (vector.size(0) - 1) * vector.stride(0) + vector.size(1)
-
-
 @dataclass(eq=False)
 class Encode(KernelCall):
     """Encode u = payload + residual into `packets`, and leave what the codec lost in `payload`, or in `new_residual`.
 
     payload: float32 [rows * shard]; becomes u - decoded(u), 0 on the padding. residual: the same shape, only
     read; None means zeros. packets: uint8 [rows, packet_bytes(codec, shard, block_size)], overwritten except
-    for the headers. numel: valid elements, from 0 to rows * shard. Padding never enters a scale.
+    for the headers. numel: valid elements, from 0 to rows * shard. Padding never enters a scale. place: the elements of
+    every shard that packets carry, whole blocks, and that alone are read and written; None for all.
 
     new_residual: bf16, the same shape; what was lost, to the nearest, goes there, and `payload` is only read. Then
     `residual` is bf16, too, and may be `new_residual` itself.
@@ -61,33 +54,23 @@ class Encode(KernelCall):
     numel: int
     block_size: int
     new_residual: Tensor | None = None
+    place: slice | None = None
 
     @property
-    def shard(self) -> int:
-        """Elements that a row of `packets` carries."""
-        return self.payload.numel() // self.packets.size(0)
-
-    def runs(self) -> Iterator[Encode]:
-        """The same, flat: all at once, or row after row where the rows of floats lie apart."""
-        return _runs(self, payload=self.payload, residual=self.residual, new_residual=self.new_residual)
+    def part(self) -> Part:
+        """What packets carry."""
+        return part_of_shards(self.payload, self.packets.size(0), self.numel, self.block_size, self.place)
 
     @override
     def check(self) -> None:
         kept = torch.float32 if self.new_residual is None else torch.bfloat16
         check_packets(self.codec, self.packets)
-        _check_run("payload", self.payload, self.packets, torch.float32)
-        for name, vector in (("residual", self.residual), ("new_residual", self.new_residual)):
-            if vector is None:
-                continue
-            _check_run(name, vector, self.packets, kept)
-            given, wanted = vector.numel(), self.payload.numel()
-            if given != wanted:
-                raise ValueError(f"{name} has {given} elements and payload {wanted}: give both the same")
-            strides = vector.stride(), self.payload.stride()
-            if vector.dim() != self.payload.dim() or (vector.dim() == 2 and strides[0] != strides[1]):
-                raise ValueError(f"{name} has strides {strides[0]} and payload {strides[1]}: lay both out alike")
-        rows = self.packets.size(0)
-        _check_rows(self.codec, "payload", self.payload, rows, self.packets, self.block_size, self.numel)
+        check_vectors(self.packets, None, payload=self.payload)
+        check_vectors(
+            self.packets, self.payload.numel(), (kept,), residual=self.residual, new_residual=self.new_residual
+        )
+        _check_rows("payload", self.payload, self.packets.size(0), self.numel)
+        self.part.check(self.codec, self.packets)
 
 
 @dataclass(eq=False)
@@ -95,7 +78,7 @@ class Decode(KernelCall):
     """Write what every row of `packets` carries to `output`, row after row, or with `mean` their mean.
 
     packets: uint8 [rows, packet_bytes(codec, shard, block_size)]. output: float32 [rows * shard], overwritten, with
-    0 on the padding. numel: valid elements, from 0 to rows * shard.
+    0 on the padding. numel: valid elements, from 0 to rows * shard. place: as of `Encode`.
 
     mean: every row is about the same shard, float32 [shard], of which `numel` counts the valid elements. Rows are
     summed in order in float32 and the sum divided by their number, so that every backend and machine gives the same
@@ -110,30 +93,24 @@ class Decode(KernelCall):
     numel: int
     block_size: int
     mean: bool = False
+    place: slice | None = None
 
     @property
-    def averaged(self) -> int:
-        """How many rows of `packets` are about the same elements of `output`."""
-        return self.packets.size(0) if self.mean else 1
+    def rows(self) -> int:
+        """Shards in `output`."""
+        return 1 if self.mean else self.packets.size(0)
 
     @property
-    def shard(self) -> int:
-        """Elements that a row of `packets` carries."""
-        return self.output.numel() * self.averaged // self.packets.size(0)
-
-    def runs(self) -> Iterator[Decode]:
-        """The same, flat: all at once, or row after row where the rows of floats lie apart."""
-        return _runs(self, output=self.output)
+    def part(self) -> Part:
+        """What packets carry."""
+        return part_of_shards(self.output, self.rows, self.numel, self.block_size, self.place)
 
     @override
     def check(self) -> None:
         check_packets(self.codec, self.packets)
-        if self.mean:
-            check_vectors(self.packets, output=self.output)
-        else:
-            _check_run("output", self.output, self.packets, torch.float32)
-        rows = self.packets.size(0) // self.averaged
-        _check_rows(self.codec, "output", self.output, rows, self.packets, self.block_size, self.numel)
+        check_vectors(self.packets, None, output=self.output)
+        _check_rows("output", self.output, self.rows, self.numel)
+        self.part.check(self.codec, self.packets)
 
 
 @dataclass(eq=False)
@@ -297,49 +274,16 @@ class DecodeAndMove(KernelCall):
         check_factors(rates=self.rates, decays=self.decays)
 
 
-PacketCall = Encode | Decode
-"""Calls that read or write the packets of a codec."""
+def part_of_shards(vector: Tensor, rows: int, numel: int, block_size: int, place: slice | None) -> Part:
+    """The elements `place`, or all, of each of the shards of a vector, of which `numel` elements are no padding."""
+    shard = vector.numel() // rows
+    first, last = (0, shard) if place is None else (place.start, place.stop)
+    return Part(first, last, shard, numel, block_size)
 
 
-_OfRows = TypeVar("_OfRows", Encode, Decode)
-
-
-def _runs(call: _OfRows, **vectors: Any) -> Iterator[_OfRows]:
-    """`call` in pieces in which the `vectors`, None or all laid out alike, are flat."""
-    first = next(iter(vectors.values()))
-    if first.dim() == 1:
-        yield call
-        return
-    if first.is_contiguous():
-        pieces = {name: one if one is None else one.view(-1) for name, one in vectors.items()}
-        yield type(call)(**(vars(call) | pieces))
-        return
-    rows, shard = first.shape
-    for row in range(rows):
-        pieces = {name: one if one is None else one[row] for name, one in vectors.items()}
-        pieces |= {"packets": call.packets[row : row + 1]}
-        valid = min(max(call.numel - row * first.stride(0), 0), shard)
-        yield type(call)(**(vars(call) | pieces | {"numel": valid}))
-
-
-def _check_run(name: str, vector: Tensor, packets: Tensor, dtype: torch.dtype) -> None:
-    """Raise unless it is a vector, or rows of floats that may lie apart, one for each packet."""
-    if vector.dim() != 2:
-        check_vectors(packets, None, (dtype,), **{name: vector})
-        return
-    rows, shard = vector.shape
-    if rows != packets.size(0) or vector.stride(1) != 1 or (rows > 1 and vector.stride(0) < shard):
-        raise ValueError(
-            f"{name} must be a contiguous vector, or have a row without gaps for each of the {packets.size(0)} rows of "
-            f"packets, got shape {tuple(vector.shape)} with strides {vector.stride()}"
-        )
-    check_vectors(packets, None, (dtype,), **{name: vector[0]})
-
-
-def _check_rows(codec: str, name: str, vector: Tensor, rows: int, packets: Tensor, block_size: int, valid: int) -> None:
-    """Raise unless `packets` carry the elements of a vector, of which `valid` are no padding, in so many rows."""
+def _check_rows(name: str, vector: Tensor, rows: int, valid: int) -> None:
+    """Raise unless a vector is as many shards, and has so many elements that are no padding."""
     if vector.numel() % rows:
         raise ValueError(f"{name} has {vector.numel()} elements, not a multiple of the {rows} rows of packets")
-    check_packets(codec, packets, vector.numel() // rows, block_size)
-    if not 0 <= valid <= span(vector):
-        raise ValueError(f"numel is {valid}: it must lie between 0 and the {span(vector)} elements of {name}")
+    if not 0 <= valid <= vector.numel():
+        raise ValueError(f"numel is {valid}: it must lie between 0 and the {vector.numel()} elements of {name}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.buckets import keys
+from thinwire.compress.kernels.buckets import Part, keys
 from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded, WriteHeaders
 from thinwire.compress.packet_layout import BLOCK_SCALES, CODE_BITS, HEADER_BYTES, SCALE_BYTES, codes_offset
 
@@ -163,36 +163,32 @@ _AT_ONCE = 1 << 20  # elements whose random bits, 8 bytes each, are in memory
 def encode(call: Encode) -> None:
     """Encode u = payload + residual into `packets`, and leave u - decoded(u) in `payload`, or rounded to nearest in
     `new_residual`."""
-    for run in call.runs():
-        lost = _encode_run(run)
-        (run.payload if run.new_residual is None else run.new_residual).copy_(lost)
-
-
-def _encode_run(run: Encode) -> Tensor:
-    corrected = run.payload if run.residual is None else run.payload + run.residual.to(run.payload.dtype)
-    blocks = corrected.view(-1, run.block_size)
-    valid = _valid(blocks, run.numel)
+    part, rows = call.part, call.packets.size(0)
+    payload = _part_of(call.payload, part, rows)
+    corrected = payload if call.residual is None else payload + _part_of(call.residual, part, rows).to(payload.dtype)
+    blocks = corrected.reshape(-1, part.block_size)
+    valid = _valid(part, rows, blocks)
     blocks = torch.where(valid, blocks, 0.0)
-    scales, codes = encode_blocks(run.codec, blocks, valid)
-    decoded = decode_blocks(run.codec, scales, codes, blocks.dtype)
-    rows = run.packets.size(0)
-    split = codes_offset(run.codec, run.shard, run.block_size)
-    run.packets[:, HEADER_BYTES:split] = scales.reshape(-1).view(torch.uint8).view(rows, -1)
-    run.packets[:, split:] = codes.reshape(rows, -1)
-    return torch.where(valid, blocks - decoded, 0.0).view(-1)
+    scales, codes = encode_blocks(call.codec, blocks, valid)
+    decoded = decode_blocks(call.codec, scales, codes, blocks.dtype)
+    split = codes_offset(call.codec, part.last - part.first, part.block_size)
+    call.packets[:, HEADER_BYTES:split] = scales.reshape(-1).view(torch.uint8).view(rows, -1)
+    call.packets[:, split:] = codes.reshape(rows, -1)
+    lost = torch.where(valid, blocks - decoded, 0.0).view(rows, -1)
+    (payload if call.new_residual is None else _part_of(call.new_residual, part, rows)).copy_(lost)
 
 
 def decode(call: Decode) -> None:
     """Write what `packets` carry to `output`, row after row, or its mean over the rows; and 0 on the padding."""
-    for run in call.runs():
-        values = _values(run)
-        if run.mean:
-            total = values[0]
-            for row in values[1:]:
-                total = total + row
-            values = total / like(run.packets.size(0), total)
-        blocks = values.view(-1, run.block_size)
-        run.output.copy_(torch.where(_valid(blocks, run.numel), blocks, 0.0).view(-1))
+    part, values = call.part, _values(call)
+    if call.mean:
+        total = values[0]
+        for row in values[1:]:
+            total = total + row
+        values = total / like(call.packets.size(0), total)
+    blocks = values.view(-1, part.block_size)
+    decoded = torch.where(_valid(part, call.rows, blocks), blocks, 0.0)
+    _part_of(call.output, part, call.rows).copy_(decoded.view(call.rows, -1))
 
 
 def store_rounded(call: StoreRounded) -> None:
@@ -266,15 +262,23 @@ def _floats_of(bits: Tensor) -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-def _valid(blocks: Tensor, numel: int) -> Tensor:
+def _part_of(vector: Tensor, part: Part, rows: int) -> Tensor:
+    """What packets carry of a vector of so many shards: [rows, elements], a view."""
+    return vector.view(rows, part.shard)[:, part.first : part.last]
+
+
+def _valid(part: Part, rows: int, blocks: Tensor) -> Tensor:
     """Mask of the elements that are not padding, in the shape of `blocks`."""
-    return torch.arange(blocks.numel(), device=blocks.device).view(blocks.shape) < numel
+    firsts = torch.arange(rows, device=blocks.device).unsqueeze(1) * part.shard
+    numbers = firsts + torch.arange(part.first, part.last, device=blocks.device)
+    return (numbers < part.numel).view(blocks.shape)
 
 
-def _values(run: Decode) -> Tensor:
-    """What the packet rows decode to, padding not yet cleared: [rows, shard] in the dtype of `output`."""
-    split = codes_offset(run.codec, run.shard, run.block_size)
-    scale_bytes = run.packets[:, HEADER_BYTES:split].clone()  # a copy is aligned, whatever the offset of the row
-    codes = run.packets[:, split:].reshape(-1, run.block_size * CODE_BITS[run.codec] // 8)
-    values = decode_blocks(run.codec, scale_bytes.view(-1).view(torch.float32), codes, run.output.dtype)
-    return values.view(run.packets.size(0), run.shard)
+def _values(call: Decode) -> Tensor:
+    """What the packet rows decode to, padding not yet cleared: [packets, elements] in the dtype of `output`."""
+    part, packets = call.part, call.packets
+    split = codes_offset(call.codec, part.last - part.first, part.block_size)
+    scale_bytes = packets[:, HEADER_BYTES:split].clone()  # a copy is aligned, whatever the offset of the row
+    codes = packets[:, split:].reshape(-1, part.block_size * CODE_BITS[call.codec] // 8)
+    values = decode_blocks(call.codec, scale_bytes.view(-1).view(torch.float32), codes, call.output.dtype)
+    return values.view(packets.size(0), part.last - part.first)

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import CastCodec, Codec, held_coordinates
-from thinwire.compress.exchange import EncodePart, Exchange
+from thinwire.compress.exchange import EncodePart, Exchange, hold_zero
 from thinwire.compress.hierarchical_exchange import HierarchicalExchange
 from thinwire.compress.kernels import bucket_reference
 from thinwire.compress.kernels.buckets import EncodePackedPayload, MovePacked, PackedState, Segments
@@ -116,7 +116,7 @@ class PackedBucket(Bucket):
             return
         self._legs.wait()
         if self._beside is not None:
-            self._beside.bring(self._legs.arrived(self._rank))
+            self._beside.bring([leg.received[self._rank : self._rank + 1] for leg in self._legs.brought])
 
     @override
     def _encoder(self) -> EncodePart | None:
@@ -175,7 +175,7 @@ class PackedBucket(Bucket):
             self.momentum = self._legs.take_packets()
             self._legs.commit()
             if self._has_zero_variance:
-                self._legs.hold_zero(self.codes == 0 if self._few_held is None else self._few_held)
+                hold_zero(self._legs, self.codes == 0 if self._few_held is None else self._few_held)
         if before is not None:
             after = self.own_momentum()
             if self._has_zero_variance:

@@ -18,14 +18,15 @@ from thinwire.compress.kernels.buckets import (
     EncodePackedPayload,
     MovePacked,
     PackedState,
+    Part,
     Segments,
     keys,
 )
-from thinwire.compress.kernels.calls import Decode, DecodeAndMove, Encode, EncodePayload, PacketCall, StoreRounded
+from thinwire.compress.kernels.calls import Decode, DecodeAndMove, Encode, EncodePayload, StoreRounded
 from thinwire.compress.kernels.cpu import adam, moving, payload, small_floats
 from thinwire.compress.kernels.cpu import decode as decoding
 from thinwire.compress.kernels.cpu import encode as encoding
-from thinwire.compress.kernels.cpu.blocks import END, FIRST, Layout, PartLayout, Range, form_of
+from thinwire.compress.kernels.cpu.blocks import END, FIRST, Layout, Range, form_of
 from thinwire.compress.kernels.cpu.small_floats import FORMATS, NO_VALUES, Values
 from thinwire.compress.kernels.reference import write_headers as write_headers
 from thinwire.compress.packet_layout import HEADER_BYTES
@@ -48,42 +49,22 @@ _STREAM_ALIGNMENT = 64
 
 def encode(call: Encode) -> None:
     """Encode payload + residual."""
-    kernel = encoding.encode if call.new_residual is None else encoding.encode_rounded
-    arguments = [(_array(run.payload), *_residuals(run), *_packets(run)) for run in call.runs()]
-    _over_runs(kernel, arguments, call.payload.numel(), call.block_size)
-
-
-def _residuals(run: Encode) -> tuple[NDArray[Any], ...]:
-    if run.new_residual is None:
-        return (_NO_FLOATS if run.residual is None else _array(run.residual),)
-    return _NO_BYTES if run.residual is None else _bytes(run.residual), _bytes(run.new_residual)
+    packets = _array(call.packets).reshape(-1)
+    if call.new_residual is None:
+        residual = _NO_FLOATS if call.residual is None else _array(call.residual)
+        _over_part(encoding.encode, (_array(call.payload), residual, packets), call.part, call.codec, call.packets)
+        return
+    residual = _NO_BYTES if call.residual is None else _bytes(call.residual)
+    arguments = _array(call.payload), residual, _bytes(call.new_residual), packets
+    _over_part(encoding.encode_rounded, arguments, call.part, call.codec, call.packets)
 
 
 def decode(call: Decode) -> None:
     """Decode every row, or average the rows."""
-    runs, numel = list(call.runs()), call.output.numel()
-    streaming = numel >= _STREAM_ELEMENTS and all(run.output.data_ptr() % _STREAM_ALIGNMENT == 0 for run in runs)
-    arguments = [(*_packets(run), _array(run.output), run.averaged, streaming) for run in runs]
-    _over_runs(decoding.decode, arguments, numel, call.block_size)
-
-
-def _packets(run: PacketCall) -> tuple[NDArray[Any], Layout]:
-    row_blocks = run.shard // run.block_size
-    layout = Layout(form_of(run.codec), run.block_size, row_blocks, run.packets.size(1), run.numel)
-    return _array(run.packets).reshape(-1), layout
-
-
-def _over_runs(kernel: Callable[..., None], arguments: Sequence[tuple[Any, ...]], numel: int, block_size: int) -> None:
-    """Run the kernel over all blocks of the vectors of `arguments`, which are equally long and have `numel` elements
-    together."""
-    run_blocks = max(1, numel // block_size // len(arguments))
-
-    def work(blocks: Range) -> None:
-        for run in range(blocks.first // run_blocks, -(-blocks.last // run_blocks)):
-            begin = run * run_blocks
-            kernel(*arguments[run], Range(max(blocks.first - begin, 0), min(blocks.last - begin, run_blocks)))
-
-    _share(work, numel // block_size, block_size)
+    streaming = call.output.numel() >= _STREAM_ELEMENTS and call.output.data_ptr() % _STREAM_ALIGNMENT == 0
+    averaged = call.packets.size(0) // call.rows
+    arguments = _array(call.packets).reshape(-1), _array(call.output), averaged, streaming
+    _over_part(decoding.decode, arguments, call.part, call.codec, call.packets, call.rows)
 
 
 def store_rounded(call: StoreRounded) -> None:
@@ -129,7 +110,7 @@ def encode_payload(call: EncodePayload) -> None:
         _array(call.lost),
         _array(call.packets).reshape(-1),
     )
-    _over_part(payload.encode_payload, arguments, call, call.codec)
+    _over_part(payload.encode_payload, arguments, call.part, call.codec, call.packets)
 
 
 def decode_and_move(call: DecodeAndMove) -> None:
@@ -143,13 +124,12 @@ def decode_and_move(call: DecodeAndMove) -> None:
         _array(call.output),
         _address(call.denominators),
     )
-    _over_part(moving.decode_and_move, arguments, call, call.codec)
+    _over_part(moving.decode_and_move, arguments, call.part, call.codec, call.packets)
 
 
 def average_and_encode(call: AverageAndEncode) -> None:
     """Average what an owner got and encode that."""
-    blocks = call.lost.numel() // call.block_size
-    layout = Layout(form_of(call.codec), call.block_size, blocks, call.packets.size(1), call.numel)
+    shard = call.lost.numel()
     arguments = (
         _array(call.received).reshape(-1),
         call.received.size(0),
@@ -157,9 +137,10 @@ def average_and_encode(call: AverageAndEncode) -> None:
         _NO_FLOATS if call.residual is None else _array(call.residual),
         _array(call.lost),
         _array(call.packets).reshape(-1),
-        layout,
     )
-    _share(partial(payload.average_and_encode, *arguments), blocks, call.block_size)
+    blocks, row_bytes = shard // call.block_size, call.packets.size(1)
+    layout = Layout(form_of(call.codec), call.block_size, blocks, row_bytes, 0, shard, call.numel)
+    _share(partial(payload.average_and_encode, *arguments, layout), blocks, call.block_size)
 
 
 def encode_packed_payload(call: EncodePackedPayload) -> None:
@@ -175,7 +156,7 @@ def encode_packed_payload(call: EncodePackedPayload) -> None:
         _values(call.lost),
         _array(call.packets).reshape(-1),
     )
-    _over_part(payload.encode_packed_payload, arguments, call, "sign1")
+    _over_part(payload.encode_packed_payload, arguments, call.part, "sign1", call.packets)
 
 
 def move_packed(call: MovePacked) -> None:
@@ -205,24 +186,24 @@ def move_packed(call: MovePacked) -> None:
 def _over_part(
     kernel: Callable[..., None],
     arguments: tuple[Any, ...],
-    call: EncodePayload | DecodeAndMove | EncodePackedPayload,
+    part: Part,
     codec: str,
+    packets: Tensor,
+    rows: int | None = None,
 ) -> None:
-    """Run the kernel over all blocks of a part, and write the header, if there is one, of its packets."""
-    part, packets = call.part, call.packets
+    """Run the kernel over all blocks of a part, of as many `rows` as there are packets, and write the header, if there
+    is one, of these."""
     row_blocks = (part.last - part.first) // part.block_size
-    layout = PartLayout(
-        form_of(codec), part.block_size, row_blocks, packets.size(1), part.first, part.shard, part.numel
-    )
-    _share(partial(kernel, *arguments, layout), packets.size(0) * row_blocks, part.block_size)
+    layout = Layout(form_of(codec), part.block_size, row_blocks, packets.size(1), part.first, part.shard, part.numel)
+    blocks = row_blocks * (packets.size(0) if rows is None else rows)
+    _share(partial(kernel, *arguments, layout), blocks, part.block_size)
     if part.header is not None:
         packets.numpy()[:, :HEADER_BYTES] = np.frombuffer(part.header, dtype=np.uint8)
 
 
 def _whole(state: PackedState) -> Layout:
-    return Layout(
-        form_of("sign1"), state.block_size, state.shard // state.block_size, state.packets.size(1), state.numel
-    )
+    row_blocks, row_bytes = state.shard // state.block_size, state.packets.size(1)
+    return Layout(form_of("sign1"), state.block_size, row_blocks, row_bytes, 0, state.shard, state.numel)
 
 
 def _runs(segments: Segments, *tensors: Sequence[Tensor | None]) -> NDArray[np.int64]:
@@ -283,18 +264,18 @@ def _share_elements(work: Callable[[Range], None], numel: int) -> None:
 
 _FORM = form_of("sign1")
 _RUNS, _FACTORS = np.empty((0, 4), dtype=np.int64), np.empty((0, 2), dtype=np.float32)
-_LAYOUT, _PART, _RANGE = Layout(_FORM, 0, 0, 0, 0), PartLayout(_FORM, 0, 0, 0, 0, 0, 0), Range(0, 0)
+_LAYOUT, _RANGE = Layout(_FORM, 0, 0, 0, 0, 0, 0), Range(0, 0)
 _VALUES, _KEY = small_floats.Values(_NO_BYTES, 0), np.uint32(0)
 
 KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "adam_step": (adam.adam_step, (_RUNS, adam.Factors(*[np.float32(0)] * 7), adam.StepForm(*[False] * 7), _RANGE)),
     "encode": (encoding.encode, (_NO_FLOATS, _NO_FLOATS, _NO_BYTES, _LAYOUT, _RANGE)),
     "encode_rounded": (encoding.encode_rounded, (_NO_FLOATS, _NO_BYTES, _NO_BYTES, _NO_BYTES, _LAYOUT, _RANGE)),
-    "decode": (decoding.decode, (_NO_BYTES, _LAYOUT, _NO_FLOATS, 1, False, _RANGE)),
+    "decode": (decoding.decode, (_NO_BYTES, _NO_FLOATS, 1, False, _LAYOUT, _RANGE)),
     "store_rounded": (small_floats.store_rounded, (_VALUES, _NO_FLOATS, _KEY, _KEY, _RANGE)),
     "encode_payload": (
         payload.encode_payload,
-        (_RUNS, _FACTORS, 0, payload.Vectors(0, 0, 0), _NO_FLOATS, _NO_BYTES, _PART, _RANGE),
+        (_RUNS, _FACTORS, 0, payload.Vectors(0, 0, 0), _NO_FLOATS, _NO_BYTES, _LAYOUT, _RANGE),
     ),
     "average_and_encode": (
         payload.average_and_encode,
@@ -302,11 +283,11 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "decode_and_move": (
         moving.decode_and_move,
-        (_RUNS, _FACTORS, 0, False, _NO_BYTES, _NO_FLOATS, 0, _PART, _RANGE),
+        (_RUNS, _FACTORS, 0, False, _NO_BYTES, _NO_FLOATS, 0, _LAYOUT, _RANGE),
     ),
     "encode_packed_payload": (
         payload.encode_packed_payload,
-        (_RUNS, _FACTORS, _FACTORS, _NO_BYTES, _LAYOUT, _NO_BYTES, _VALUES, _VALUES, _NO_BYTES, _PART, _RANGE),
+        (_RUNS, _FACTORS, _FACTORS, _NO_BYTES, _LAYOUT, _NO_BYTES, _VALUES, _VALUES, _NO_BYTES, _LAYOUT, _RANGE),
     ),
     "move_packed": (
         moving.move_packed,

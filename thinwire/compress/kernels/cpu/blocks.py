@@ -36,17 +36,6 @@ def form_of(codec: str) -> CodecForm:
     return CodecForm(_CODECS[codec], CODE_BITS[codec], BLOCK_SCALES[codec])
 
 
-class Layout(NamedTuple):
-    """How packets end to end, of `row_blocks` blocks and `row_bytes` bytes each, carry a vector of `numel` valid
-    elements. Apart from their memory: to count references to that costs inner loops more than what they do."""
-
-    form: CodecForm
-    block_size: int
-    row_blocks: int
-    row_bytes: int
-    numel: int
-
-
 class Place(NamedTuple):
     """Where a block lies: valid elements, and bytes at which scales and codes begin."""
 
@@ -62,27 +51,16 @@ class Range(NamedTuple):
     last: int
 
 
-@helper
-def locate(layout: Layout, block: int, rows: int) -> Place:
-    """The place of a block, in the first of the `rows` packets that are about it."""
-    valid = min(max(layout.numel - block * layout.block_size, 0), layout.block_size)
-    row_at = block // layout.row_blocks * rows * layout.row_bytes
-    column = block % layout.row_blocks
-    scale_bytes = SCALE_BYTES * layout.form.scales
-    scale_at = row_at + HEADER_BYTES + scale_bytes * column
-    codes = row_at + HEADER_BYTES + scale_bytes * layout.row_blocks
-    return Place(valid, scale_at, codes + column * layout.block_size * layout.form.code_bits // 8)
-
-
 Table = NDArray[np.int64]
 """A row for each run: first element, end, and then addresses, each followed by the format of what lies there."""
 
 FIRST, END, ADDRESS, KIND = range(4)
 
 
-class PartLayout(NamedTuple):
+class Layout(NamedTuple):
     """How packets, `row_blocks` blocks of `block_size` and `row_bytes` each, carry the part of every shard of `shard`
-    elements that begins at its element `first`; `numel` elements of the bucket are not padding."""
+    elements that begins at its element `first`; `numel` elements of the vector are not padding. Apart from their
+    memory: to count references to that costs inner loops more than what they do."""
 
     form: CodecForm
     block_size: int
@@ -94,15 +72,15 @@ class PartLayout(NamedTuple):
 
 
 @helper
-def start_of(part: PartLayout, block: int) -> int:
-    """The bucket's element that a block begins at, counted over all rows of packets."""
+def start_of(part: Layout, block: int) -> int:
+    """The vector's element that a block begins at, counted over all rows of packets."""
     row, column = block // part.row_blocks, block % part.row_blocks
     return row * part.shard + part.first + column * part.block_size
 
 
 @helper
-def place_in_part(part: PartLayout, block: int, start: int) -> Place:
-    """The place of the block that begins at the bucket's element `start`."""
+def place_in_part(part: Layout, block: int, start: int) -> Place:
+    """The place of the block that begins at the vector's element `start`, in the first of the packets about it."""
     row, column = block // part.row_blocks, block % part.row_blocks
     valid = min(max(part.numel - start, 0), part.block_size)
     scales = row * part.row_bytes + HEADER_BYTES

@@ -17,7 +17,8 @@ from thinwire.compress.kernels.cpu.blocks import (
     Layout,
     Place,
     Range,
-    locate,
+    place_in_part,
+    start_of,
 )
 from thinwire.compress.kernels.cpu.encode import magnitudes_at
 from thinwire.compress.packet_layout import SCALE_BYTES
@@ -27,11 +28,11 @@ from thinwire.simd.compiling import helper, inner, kernel
 
 
 @kernel
-def decode(packets: Bytes, layout: Layout, output: Floats, rows: int, streaming: bool, blocks: Range) -> None:
-    """Each run of `row_blocks` blocks is the mean of the next `rows` packets; see `reference.decode`."""
+def decode(packets: Bytes, output: Floats, rows: int, streaming: bool, layout: Layout, blocks: Range) -> None:
+    """Each block is the mean of `rows` packets, of one or of all; see `reference.decode`."""
     for block in range(blocks.first, blocks.last):
-        start, stop = block * layout.block_size, (block + 1) * layout.block_size
-        place = locate(layout, block, rows)
+        start = start_of(layout, block)
+        stop, place = start + layout.block_size, place_in_part(layout, block, start)
         decode_block(packets, place, layout.form.codec, layout.row_bytes, rows, output, start, stop, streaming)
         if place.valid < layout.block_size:  # to make an empty slice takes as long as to decode a small block
             output[start + place.valid : stop] = 0.0

@@ -24,7 +24,8 @@ from thinwire.compress.kernels.cpu.blocks import (
     Place,
     Range,
     corrected_at,
-    locate,
+    place_in_part,
+    start_of,
     store_step,
 )
 from thinwire.compress.kernels.cpu.small_floats import BFLOAT16, NO_VALUES, store_nearest, widen
@@ -141,8 +142,9 @@ _TOP_LEVELS = (np.float32(0.0), np.float32(0.0), np.float32(7.0), np.float32(448
 def encode(payload: Floats, residual: Floats, packets: Bytes, layout: Layout, blocks: Range) -> None:
     """Blocks of payload + residual, which is empty or as long; see `reference.encode`."""
     for block in range(blocks.first, blocks.last):
-        start = block * layout.block_size
-        encode_block(payload, residual, start, packets, layout.block_size, layout.form.codec, locate(layout, block, 1))
+        start = start_of(layout, block)
+        place = place_in_part(layout, block, start)
+        encode_block(payload, residual, start, packets, layout.block_size, layout.form.codec, place)
 
 
 @kernel
@@ -154,9 +156,9 @@ def encode_rounded(
     corrected = np.empty(layout.block_size, dtype=np.float32)
     kind = BFLOAT16 if residual.size else NO_VALUES
     for block in range(blocks.first, blocks.last):
-        start = block * layout.block_size
+        start = start_of(layout, block)
         add_and_store(payload[start : start + layout.block_size], residual, kind, start, corrected)
-        place = locate(layout, block, 1)
+        place = place_in_part(layout, block, start)
         encode_block(corrected, nothing, 0, packets, layout.block_size, layout.form.codec, place)
         store_rounded_block(corrected, new_residual, BFLOAT16, start)
 

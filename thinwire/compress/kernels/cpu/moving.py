@@ -16,11 +16,9 @@ from thinwire.compress.kernels.cpu.blocks import (
     Bytes,
     Floats,
     Layout,
-    PartLayout,
     Range,
     Table,
     first_run,
-    locate,
     place_in_part,
     start_of,
 )
@@ -53,7 +51,7 @@ def decode_and_move(
     packets: Bytes,
     output: Floats,
     denominators: int,
-    part: PartLayout,
+    part: Layout,
     blocks: Range,
 ) -> None:
     """Execute `bucket_reference.decode_and_move`. `runs`: weights, and then replicas. `factors`: -rate and decay.
@@ -174,7 +172,7 @@ def _apply_signs(
     values, kind = weights
     size = ELEMENT_BYTES[kind]
     for block in range(blocks.first, blocks.last):
-        place = locate(layout, block, 1)
+        place = place_in_part(layout, block, block * layout.block_size)
         magnitude = floats.load_scalar(packets, place.scale_at) * step.lr
         start = block * layout.block_size - first  # where the block begins in the arrays
         begin, end, whole, behind, parts = _groups(start, layout.block_size, codes.size)

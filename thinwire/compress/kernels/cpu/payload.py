@@ -18,13 +18,11 @@ from thinwire.compress.kernels.cpu.blocks import (
     Bytes,
     Floats,
     Layout,
-    PartLayout,
     Place,
     Range,
     Table,
     covers,
     first_run,
-    locate,
     place_in_part,
     start_of,
     store_step,
@@ -40,13 +38,7 @@ from thinwire.compress.kernels.cpu.encode import (
     store_rounded_block,
     total_of,
 )
-from thinwire.compress.kernels.cpu.small_floats import (
-    ELEMENT_BYTES,
-    NO_VALUES,
-    Values,
-    some_of,
-    widen_at,
-)
+from thinwire.compress.kernels.cpu.small_floats import ELEMENT_BYTES, NO_VALUES, Values, some_of, widen_at
 from thinwire.simd import floats, integers, memory
 from thinwire.simd.building import LANES
 from thinwire.simd.compiling import helper, inner, kernel
@@ -79,7 +71,7 @@ def encode_payload(
     vectors: Vectors,
     lost: Floats,
     packets: Bytes,
-    part: PartLayout,
+    part: Layout,
     blocks: Range,
 ) -> None:
     """Execute `bucket_reference.encode_payload`. `factors`: β₁, gain and divisor of each run."""
@@ -202,7 +194,8 @@ def average_and_encode(
     `received`, and of the packet."""
     size, codec = layout.block_size, layout.form.codec
     for block in range(blocks.first, blocks.last):
-        start, place = block * size, locate(layout, block, workers)
+        start = start_of(layout, block)
+        place = place_in_part(layout, block, start)
         if codec == SIGN1 and place.valid == size:
             lost_at = lost.ctypes.data + 4 * start
             residual_at = residual.ctypes.data + 4 * start if residual.size else 0
@@ -269,7 +262,7 @@ def encode_packed_payload(
     residual: Values,
     lost: Values,
     packets: Bytes,
-    part: PartLayout,
+    part: Layout,
     blocks: Range,
 ) -> None:
     """Execute `bucket_reference.encode_packed_payload`; `state` is the momentum's packets, laid out as `whole`."""
@@ -278,7 +271,7 @@ def encode_packed_payload(
     for block in range(blocks.first, blocks.last):
         start = start_of(part, block)
         stop = start + part.block_size
-        place = locate(whole, start // part.block_size, 1)
+        place = place_in_part(whole, start // part.block_size, start)
         decode_signs(state, place, whole.row_bytes, 1, payload, 0, part.block_size, False)
         run = first_run(runs, start)
         while run < runs.shape[0] and runs[run, FIRST] < stop:

@@ -4,7 +4,7 @@ they lie. The host waits for nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,17 +61,17 @@ class Runner:
         return self._toolkit.load(code, launch.function, device)
 
 
-_LAUNCHES: dict[str, Callable[[Any], Iterable[Launch]]] = {
-    "encode": lambda call: map(encode_launch, call.runs()),
-    "decode": lambda call: map(decode_launch, call.runs()),
-    "store_rounded": lambda call: [store_rounded_launch(call)],
-    "write_headers": lambda call: [write_headers_launch(call)],
-    "encode_payload": lambda call: [encode_payload_launch(call)],
-    "decode_and_move": lambda call: [decode_and_move_launch(call)],
-    "average_and_encode": lambda call: [average_and_encode_launch(call)],
-    "encode_packed_payload": lambda call: [encode_packed_payload_launch(call)],
-    "move_packed": lambda call: [move_packed_launch(call)],
-    "adam_step": lambda call: [adam_step_launch(call)],
+_LAUNCHES: dict[str, Callable[[Any], Launch]] = {
+    "encode": encode_launch,
+    "decode": decode_launch,
+    "store_rounded": store_rounded_launch,
+    "write_headers": write_headers_launch,
+    "encode_payload": encode_payload_launch,
+    "decode_and_move": decode_and_move_launch,
+    "average_and_encode": average_and_encode_launch,
+    "encode_packed_payload": encode_packed_payload_launch,
+    "move_packed": move_packed_launch,
+    "adam_step": adam_step_launch,
 }
 
 
@@ -85,14 +85,13 @@ class CudaBackend:
     def __getattr__(self, kernel: str) -> Callable[[KernelCall], None]:
         if kernel not in _LAUNCHES:
             raise AttributeError(kernel)
-        launches = _LAUNCHES[kernel]
+        plan = _LAUNCHES[kernel]
 
-        def launch_all(call: KernelCall) -> None:
-            for launch in launches(call):
-                self._run(launch, call.device)
+        def launch(call: KernelCall) -> None:
+            self._run(plan(call), call.device)
 
-        setattr(self, kernel, launch_all)
-        return launch_all
+        setattr(self, kernel, launch)
+        return launch
 
     def renew_factors(self, call: RenewFactors) -> None:
         """Change what launches that are captured find in their tables."""

@@ -4,6 +4,7 @@ they lie; nothing here needs a GPU."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,9 @@ from thinwire.compress.kernels.buckets import (
     Segments,
     keys,
 )
-from thinwire.compress.kernels.calls import DecodeAndMove, EncodePayload, WriteHeaders
+from thinwire.compress.kernels.calls import DecodeAndMove, EncodePayload
 from thinwire.compress.kernels.cuda.launch import (
     ELEMENTS_PER_THREAD,
-    MAX_ROWS,
     MOMENTUM_THREADS,
     NO_BLOCKS,
     STRUCTURES,
@@ -33,12 +33,12 @@ from thinwire.compress.kernels.cuda.launch import (
     address,
     aligned,
     averaged_rows,
-    block_threads,
     exact_inverse,
     integer,
     octets,
+    part_argument,
+    part_launch,
     structure,
-    write_headers_launch,
 )
 from thinwire.compress.kernels.tables import on_device
 from thinwire.compress.packet_layout import HEADER_BYTES
@@ -73,11 +73,11 @@ def encode_payload_launch(call: EncodePayload) -> Launch:
         aligned("residual", call.residual),
         aligned("lost", call.lost),
         aligned("packets", call.packets),
-        _part(call.part, call.packets),
+        part_argument(call.part, call.packets),
         call.part.header or bytes(HEADER_BYTES),
     )
     name = f"encode_payload_{call.form}_{call.codec}"
-    return _part_launch(f"bucket_{call.codec}", name, call.part, call.packets, arguments)
+    return part_launch(f"bucket_{call.codec}", name, call.part, call.packets, arguments)
 
 
 def decode_and_move_launch(call: DecodeAndMove) -> Launch:
@@ -91,26 +91,26 @@ def decode_and_move_launch(call: DecodeAndMove) -> Launch:
         aligned("output", call.output),
         aligned("denominators", call.denominators),
         integer(call.holds),
-        _part(call.part, call.packets),
+        part_argument(call.part, call.packets),
     )
     name = f"decode_and_move_{call.form}_{call.codec}"
-    return _part_launch(f"bucket_{call.codec}", name, call.part, call.packets, arguments)
+    return part_launch(f"bucket_{call.codec}", name, call.part, call.packets, arguments)
 
 
 def average_and_encode_launch(call: AverageAndEncode) -> Launch:
     """Launch that averages what an owner got and encodes that."""
-    blocks = call.lost.numel() // call.block_size
+    shard = call.lost.numel()
+    part = Part(0, shard, shard, call.numel, call.block_size)
     arguments = (
         aligned("received", call.received),
         aligned("mask", call.mask),
         aligned("residual", call.residual),
         aligned("lost", call.lost),
         aligned("packets", call.packets),
-        structure("Layout", call.numel, blocks, call.packets.size(1)),
+        part_argument(part, call.packets),
         averaged_rows(call.received.size(0)),
     )
-    source, threads = f"bucket_{call.codec}", block_threads(call.block_size)
-    return Launch(source, f"average_and_encode_{call.codec}", call.block_size, (blocks, 1), threads, arguments)
+    return part_launch(f"bucket_{call.codec}", f"average_and_encode_{call.codec}", part, call.packets, arguments)
 
 
 def encode_packed_payload_launch(call: EncodePackedPayload) -> Launch:
@@ -124,11 +124,11 @@ def encode_packed_payload_launch(call: EncodePackedPayload) -> Launch:
         aligned("residual", call.residual),
         aligned("lost", call.lost),
         aligned("packets", call.packets),
-        _part(call.part, call.packets),
+        part_argument(call.part, call.packets),
         call.part.header or bytes(HEADER_BYTES),
     )
     name = f"encode_packed_payload_{TYPE_NAMES[call.residual.dtype]}"
-    return _part_launch("packed_payload", name, call.part, call.packets, arguments)
+    return part_launch("packed_payload", name, call.part, call.packets, arguments)
 
 
 def move_packed_launch(call: MovePacked) -> Launch:
@@ -143,7 +143,7 @@ def move_packed_launch(call: MovePacked) -> Launch:
         address(call.weights),
         aligned("state.packets", state.packets),
         address(codes),
-        structure("Layout", numel, state.shard // state.block_size, state.packets.size(1)),
+        part_argument(replace(state.whole, numel=numel), state.packets),
         of_range,
         structure("Keys", *keys(call.seed)),
     )
@@ -174,28 +174,6 @@ def _addresses(tensors: Iterable[Tensor | None]) -> list[int]:
 
 def _kinds(tensors: Iterable[Tensor | None]) -> list[int]:
     return [_NOTHING if one is None else _KINDS[one.dtype] for one in tensors]
-
-
-def _part(part: Part, packets: Tensor) -> Argument:
-    row_blocks = (part.last - part.first) // part.block_size
-    return structure("Part", part.numel, row_blocks, packets.size(1), part.shard, part.first)
-
-
-def _part_launch(
-    source: str,
-    function: str,
-    part: Part,
-    packets: Tensor,
-    arguments: Sequence[Argument],
-) -> Launch:
-    """Launch of one thread block for each block of a part, a row of them for each packet; of an empty part's packets of
-    what writes their header, if there is one."""
-    grid = ((part.last - part.first) // part.block_size, packets.size(0))
-    if grid[1] > MAX_ROWS:
-        raise ValueError(f"{grid[1]} packets at once: a GPU takes {MAX_ROWS} at most")
-    if not grid[0] and part.header is not None:
-        return write_headers_launch(WriteHeaders(packets, part.header))
-    return Launch(source, function, part.block_size, grid, block_threads(part.block_size), tuple(arguments))
 
 
 _BLOCK_ELEMENTS = MOMENTUM_THREADS * ELEMENTS_PER_THREAD

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.compress.kernels.buckets import keys
-from thinwire.compress.kernels.calls import Decode, Encode, PacketCall, StoreRounded, WriteHeaders
+from thinwire.compress.kernels.buckets import Part, keys
+from thinwire.compress.kernels.calls import Decode, Encode, StoreRounded, WriteHeaders
 
 MAX_ROWS = 65535
 """Thread blocks in the second dimension of a grid."""
@@ -24,7 +24,6 @@ MAX_ROWS = 65535
 TYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # The structures of csrc/, member by member, as kernels take them by value.
 STRUCTURES = {
-    "Layout": np.dtype([("numel", np.int64), ("row_blocks", np.int64), ("row_bytes", np.int64)]),
     "Range": np.dtype([("first", np.int64), *((name, np.uint32) for name in ("octet", "factor", "shift", "aligned"))]),
     "Rows": np.dtype([("count", np.int32), ("exact", np.int32), ("inverse", np.float32)]),
     "Keys": np.dtype([("first", np.uint32), ("second", np.uint32)]),
@@ -131,25 +130,25 @@ class Launch:
     keeps: Tensor | None = None  # memory of which the launch reads, until it is made
 
 
-def encode_launch(run: Encode) -> Launch:
-    """Launch that encodes one of a call's runs."""
-    addresses = [aligned("payload", run.payload), aligned("residual", run.residual)]
-    function = f"encode_{run.codec}"
-    if run.new_residual is not None:
-        addresses.append(aligned("new_residual", run.new_residual))
-        function = f"encode_rounded_{run.codec}"
-    arguments = (*addresses, aligned("packets", run.packets), _layout(run, run.numel))
-    return _block_launch(run, function, run.payload, arguments)
+def encode_launch(call: Encode) -> Launch:
+    """Launch that encodes."""
+    addresses = [aligned("payload", call.payload), aligned("residual", call.residual)]
+    function = f"encode_{call.codec}"
+    if call.new_residual is not None:
+        addresses.append(aligned("new_residual", call.new_residual))
+        function = f"encode_rounded_{call.codec}"
+    arguments = (*addresses, aligned("packets", call.packets), part_argument(call.part, call.packets))
+    return part_launch(call.codec, function, call.part, call.packets, arguments)
 
 
-def decode_launch(run: Decode) -> Launch:
-    """Launch that decodes one of a call's runs, or averages its rows."""
-    arguments: tuple[Argument, ...] = (aligned("packets", run.packets), aligned("output", run.output))
-    arguments += (_layout(run, run.numel),)
-    if not run.mean:
-        return _block_launch(run, f"decode_{run.codec}", run.output, arguments)
-    arguments += (averaged_rows(run.averaged),)
-    return _block_launch(run, f"decode_mean_{run.codec}", run.output, arguments)
+def decode_launch(call: Decode) -> Launch:
+    """Launch that decodes, or averages the rows."""
+    arguments: tuple[Argument, ...] = (aligned("packets", call.packets), aligned("output", call.output))
+    arguments += (part_argument(call.part, call.packets),)
+    if not call.mean:
+        return part_launch(call.codec, f"decode_{call.codec}", call.part, call.packets, arguments)
+    arguments += (averaged_rows(call.packets.size(0)),)
+    return part_launch(call.codec, f"decode_mean_{call.codec}", call.part, call.packets, arguments, rows=1)
 
 
 def store_rounded_launch(call: StoreRounded) -> Launch:
@@ -232,13 +231,28 @@ def block_threads(block_size: int) -> int:
     return min(warps * _WARP, _MAX_THREADS)
 
 
-def _block_launch(run: Encode | Decode, function: str, vector: Tensor, arguments: tuple[Argument, ...]) -> Launch:
-    """Launch of one thread block for each block of `vector`: a row of them for each packet that is read or written."""
-    row_blocks = run.shard // run.block_size
-    grid = (row_blocks, vector.numel() // run.block_size // row_blocks if row_blocks else 0)
+def part_argument(part: Part, packets: Tensor) -> Argument:
+    """A part of a vector, as packets carry it."""
+    row_blocks = (part.last - part.first) // part.block_size
+    return structure("Part", part.numel, row_blocks, packets.size(1), part.shard, part.first)
+
+
+def part_launch(
+    source: str,
+    function: str,
+    part: Part,
+    packets: Tensor,
+    arguments: Sequence[Argument],
+    rows: int | None = None,
+) -> Launch:
+    """Launch of one thread block for each block of a part, a row of them for each packet, or of as many `rows`; of an
+    empty part's packets of what writes their header, if there is one."""
+    grid = ((part.last - part.first) // part.block_size, packets.size(0) if rows is None else rows)
     if grid[1] > MAX_ROWS:
         raise ValueError(f"{grid[1]} packets at once: a GPU takes {MAX_ROWS} at most")
-    return Launch(run.codec, function, run.block_size, grid, block_threads(run.block_size), arguments)
+    if not grid[0] and part.header is not None:
+        return write_headers_launch(WriteHeaders(packets, part.header))
+    return Launch(source, function, part.block_size, grid, block_threads(part.block_size), tuple(arguments))
 
 
 def octets(
@@ -258,7 +272,3 @@ def averaged_rows(rows: int) -> Argument:
     """How a kernel averages so many packets."""
     exact = rows & (rows - 1) == 0
     return structure("Rows", rows, exact, float(np.float32(1) / np.float32(rows)))
-
-
-def _layout(call: PacketCall, numel: int) -> Argument:
-    return structure("Layout", numel, call.shard // call.block_size, call.packets.size(1))
