@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -21,11 +21,13 @@ from thinwire.compress.packet_layout import (
     DEFAULT_BLOCK_SIZE,
     HEADER_BYTES,
     SCALE_BYTES,
-    BlockCodecName,
     CodecName,
     codec_packet_bytes,
     scale_block,
 )
+
+_IDENTIFIERS = {"sign1": 1, "int8": 2, "bf16": 3, "none": 4, "fp16": 5, "int4": 6, "stat2": 7, "fp8": 8}
+_DTYPES: Mapping[CodecName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": torch.float32}
 
 
 class Codec(ABC):
@@ -36,15 +38,18 @@ class Codec(ABC):
     which holds zeros, enters no scale and decodes to zero.
     """
 
-    name: CodecName
-    identifier: int  # the codec byte of a packet's header
-    block_size: int
-    scale_block: int  # elements that share their scales: a block to the kernels. It divides `block_size`.
     has_kernels: ClassVar[bool] = False
 
-    @abstractmethod
+    def __init__(self, name: CodecName, block_size: int) -> None:
+        self.name = name
+        self.identifier = _IDENTIFIERS[name]  # the codec byte of a packet's header
+        self.block_size = block_size
+        self.scale_block = scale_block(name, block_size)
+        """Elements that share their scales: a block to the kernels. It divides `block_size`."""
+
     def packet_bytes(self, shard: int) -> int:
         """Bytes of one packet that carries `shard` elements, header included."""
+        return codec_packet_bytes(self.name, shard, self.block_size)
 
     @abstractmethod
     def encode(
@@ -127,16 +132,6 @@ class _BlockCodec(Codec):
     """Scales for each block, then codes of a fixed number of bits: on the kernels."""
 
     has_kernels = True
-
-    def __init__(self, name: BlockCodecName, identifier: int, block_size: int) -> None:
-        self.name = name
-        self.identifier = identifier
-        self.block_size = block_size
-        self.scale_block = scale_block(name, block_size)
-
-    @override
-    def packet_bytes(self, shard: int) -> int:
-        return codec_packet_bytes(self.name, shard, self.block_size)
 
     @override
     def encode(
@@ -234,13 +229,9 @@ def _rows(vector: Tensor, packets: Tensor, place: slice | None) -> Tensor:
 class CastCodec(Codec):
     """The values themselves in a narrower (`bf16`, `fp16`) or the same (`none`) dtype: torch's own copies do it."""
 
-    def __init__(
-        self, name: Literal["bf16", "fp16", "none"], identifier: int, block_size: int, dtype: torch.dtype
-    ) -> None:
-        self.name = name
-        self.identifier = identifier
-        self.block_size = self.scale_block = block_size
-        self._dtype = dtype
+    def __init__(self, name: CodecName, block_size: int) -> None:
+        super().__init__(name, block_size)
+        self._dtype = _DTYPES[name]
 
     def values(self, packets: Tensor, shard: int | None = None) -> Tensor:
         """What `packets` carry, in their own memory and the dtype in which it travels: [rows, shard].
@@ -253,10 +244,6 @@ class CastCodec(Codec):
                 f"{self.packet_bytes(shard or 0)} bytes"
             )
         return packets[:, HEADER_BYTES:].view(self._dtype)
-
-    @override
-    def packet_bytes(self, shard: int) -> int:
-        return codec_packet_bytes(self.name, shard, self.block_size)
 
     @override
     def encode(
@@ -357,22 +344,7 @@ def make_codec(name: CodecName, block_size: int = DEFAULT_BLOCK_SIZE) -> Codec:
     """
     if not isinstance(block_size, int) or block_size % 64 or not 64 <= block_size <= 65536:
         raise ValueError(f"block_size must be a multiple of 64 from 64 to 65536, got {block_size!r}")
-    match name:
-        case "sign1":
-            return _BlockCodec("sign1", 1, block_size)
-        case "int8":
-            return _BlockCodec("int8", 2, block_size)
-        case "bf16":
-            return CastCodec("bf16", 3, block_size, torch.bfloat16)
-        case "none":
-            return CastCodec("none", 4, block_size, torch.float32)
-        case "fp16":
-            return CastCodec("fp16", 5, block_size, torch.float16)
-        case "int4":
-            return _BlockCodec("int4", 6, block_size)
-        case "stat2":
-            return _BlockCodec("stat2", 7, block_size)
-        case "fp8":
-            return _BlockCodec("fp8", 8, block_size)
-    *some, last = map(repr, get_args(CodecName))
-    raise ValueError(f"codec must be {', '.join(some)} or {last}, got {name!r}")
+    if name not in _IDENTIFIERS:
+        *some, last = map(repr, get_args(CodecName))
+        raise ValueError(f"codec must be {', '.join(some)} or {last}, got {name!r}")
+    return (CastCodec if name in _DTYPES else _BlockCodec)(name, block_size)

@@ -245,13 +245,16 @@ class LocalSteps(ABC):
 # since a learning rate that differs would let one of them freeze alone
 
 
-class FreezeRule(ABC):
-    """Says after each warmup step whether it was the last one."""
+class FreezeRule:
+    """Says after each warmup step whether it was the last one: here step `freeze_step`."""
 
-    @abstractmethod
+    def __init__(self, freeze_step: int) -> None:
+        self._freeze_step = freeze_step
+
     def reached(self, step: int, learning_rates: Sequence[float], variance_norms: Callable[[], list[float]]) -> bool:
         """Whether to freeze after warmup step `step` (from 1 on); `variance_norms` computes the 1-norm of each
         parameter's bias-corrected v when called, in the same order at every step."""
+        return step >= self._freeze_step
 
     def looks_at(self, step: int) -> bool:
         """Whether the answer for `step` depends on more than the step: the ranks then compare theirs."""
@@ -263,17 +266,6 @@ class FreezeRule(ABC):
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned."""
-
-
-class FixedFreeze(FreezeRule):
-    """Freeze after warmup step `freeze_step`."""
-
-    def __init__(self, freeze_step: int) -> None:
-        self._freeze_step = freeze_step
-
-    @override
-    def reached(self, step: int, learning_rates: Sequence[float], variance_norms: Callable[[], list[float]]) -> bool:
-        return step >= self._freeze_step
 
 
 class SettledVariance(FreezeRule):
@@ -384,7 +376,7 @@ def make_freeze_rule(freeze_step: FreezeStep, beta2: float) -> FreezeRule:
         raise ValueError(
             f"freeze_step must be 'auto' or a whole number of warmup steps of at least 1, got {freeze_step!r}"
         )
-    return FixedFreeze(freeze_step)
+    return FreezeRule(freeze_step)
 
 
 def variance_norm(variance: Tensor, settings: AdamSettings, step: int) -> Tensor:

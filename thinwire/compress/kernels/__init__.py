@@ -15,6 +15,5 @@ of one block after the other:
 the valid elements over all rows laid end to end, and what lies beyond it is padding. `block_size` is of the elements
 that share their scales: a codec's `scale_block`.
 
-Where float vectors of [rows * shard] are asked for, `Encode` and `Decode` also take [rows, shard] whose rows lie apart
-in memory, all in one layout: `numel` then counts the elements between rows, too.
+A row may also carry a part of its shard, the same of every shard, in whole blocks: see `buckets.Part`.
 """
