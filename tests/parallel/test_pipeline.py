@@ -20,7 +20,7 @@ def test_a_head_takes_time_and_an_embedding_none() -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("ranks", "task"), [(2, "models"), (4, "models"), (2, "small"), (4, "replicas")])
+@pytest.mark.parametrize(("ranks", "task"), [(2, "models"), (4, "models"), (2, "small"), (4, "replicas"), (8, "cube")])
 def test_a_pipeline_trains_as_one_process_does(jobs: Jobs, ranks: int, task: str) -> None:
     done = jobs.torchrun(ranks, *PROGRAM, task)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,19 +1,27 @@
 """``python -m tests.parallel.training TASK``: models trained over a pipeline's ranks, and in one process."""
 
+import contextlib
+import copy
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from tests.launching import same_on_all_ranks
 from tests.refusing import refused
-from thinwire import OneBitAdam, comm
-from thinwire.parallel import Pipeline
+from thinwire import DiLoCo, OneBitAdam, comm
+from thinwire.comm import Communicator, threads
+from thinwire.parallel import Pipeline, parallelize
+from thinwire.zero import ShardedOptimizer
 
 PROGRAM = ("-m", "tests.parallel.training")
 WORDS, LENGTH, ROWS, MICRO_BATCHES, RATE = 90, 12, 3, 4, 2e-3
@@ -61,7 +69,7 @@ class Alone:
         loss = self.loss(self.streams)
         loss.backward()
         if self.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+            self.norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm))
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(loss)
@@ -85,7 +93,7 @@ def train(make: Callable[[], nn.Module], schedule: str, steps: int, **options: A
         assert same_on_all_ranks(pipeline.comm, evaluated)
         if pipeline.comm.rank == 0:
             assert float(evaluated) == pytest.approx(float(alone.loss([batches()])), rel=1e-5)
-    for tied_over, parameter, _ in pipeline._ties:
+    for tied_over, parameter in pipeline._ties:
         assert same_on_all_ranks(tied_over, parameter.detach())
 
 
@@ -117,23 +125,129 @@ def sequential() -> None:
     assert losses[-1] < losses[0] / 2
 
 
-def replicas() -> None:
-    """Two stages of two replicas each, whose gradients 1-bit Adam averages: exactly, then in one bit."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    pipeline, alone = Pipeline(gpt2(), MICRO_BATCHES, mesh=mesh), Alone(gpt2(), replicas=2)
-    optimizer = OneBitAdam(pipeline.named_parameters(), lr=RATE, weight_decay=0.01, freeze_step=10, mesh=mesh["dp"])
+def same_replicas(mesh: DeviceMesh, pipeline: Pipeline) -> None:
+    """What several ranks hold has the same bits on all of them: replicas, and of a replica what is not cut and ties."""
+    held = [(getattr(one, "_local_tensor", one).detach(), one) for one in pipeline.parameters()]
+    ties = {id(one) for _, one in pipeline._ties}
+    whole = [local for local, one in held if local.shape == one.shape]
+    over = {"dp": [local for local, _ in held], "pp": [local for local, one in held if id(one) in ties], "tp": whole}
+    for name in mesh.mesh_dim_names or ():
+        found = torch.cat([local.reshape(-1) for local in over[name]])
+        assert same_on_all_ranks(Communicator.of(mesh[name]), found), name
+
+
+def near(pipeline: Pipeline, optimizer: Any, alone: Alone, stream: Iterator[Any], steps: int) -> None:
+    """Losses and norms are those of one process."""
+    found = [(float(pipeline.train_batch(stream, optimizer)), optimizer.last_step.grad_norm) for _ in range(steps)]
+    assert same_on_all_ranks(comm.init(), torch.tensor(found))
+    for loss, norm in found if dist.get_rank() == 0 else ():
+        assert loss == pytest.approx(alone.step(), rel=1e-5)
+        assert norm == pytest.approx(alone.norm, rel=1e-4)
+
+
+def near_compressed(
+    mesh: DeviceMesh, make: Callable[[], nn.Module], pipeline: Pipeline, warm: int, **options: Any
+) -> Any:
+    """1-bit Adam steps as one process does, and from the freeze on as ranks that hold whole models."""
+    options = {"lr": RATE, "weight_decay": 0.01, "freeze_step": warm, "max_norm": 1.0, **options}
+    optimizer = OneBitAdam(pipeline.named_parameters(), mesh=mesh["dp"], **options)
     stream = batches(mesh.get_local_rank("dp"))
-    found = [float(pipeline.train_batch(stream, optimizer)) for _ in range(10)]
-    assert found == pytest.approx([alone.step() for _ in range(10)], rel=1e-5)
-    frozen = [float(pipeline.train_batch(stream, optimizer)) for _ in range(10)]
-    assert frozen == pytest.approx([alone.step() for _ in range(10)], rel=0.02)
+    near(pipeline, optimizer, Alone(make(), replicas=2, max_norm=1.0), stream, warm)
+    found = [float(pipeline.train_batch(stream, optimizer)) for _ in range(2 * warm)]
     assert optimizer.frozen
-    whole = comm.init()
-    tied = [one for name, one in pipeline.named_parameters() if name in ("transformer.wte.weight", "lm_head.weight")]
-    assert len(set(whole.all_gather_bytes(tied[0].detach().numpy().tobytes()))) == 1
-    refused(ValueError, "clip what each replica has", pipeline.train_batch, stream, optimizer, max_norm=1.0)
-    optimizer.max_norm = 1.0
-    refused(ValueError, "by its stage's norm alone", pipeline.train_batch, stream, optimizer)
+    same_replicas(mesh, pipeline)
+
+    made = make()
+
+    def unsplit(ranks: Communicator) -> list[float]:
+        model, own = copy.deepcopy(made), batches(ranks.rank)
+        whole, losses = OneBitAdam(model.named_parameters(), comm=ranks, **options), []
+        for _ in range(3 * warm):
+            mean = torch.zeros(())
+            for number in range(MICRO_BATCHES):
+                loss = model(**next(own)).loss / MICRO_BATCHES
+                with whole.no_sync() if number < MICRO_BATCHES - 1 else contextlib.nullcontext():
+                    loss.backward()
+                mean += loss.detach()
+            whole.step()
+            whole.zero_grad()
+            ranks.all_reduce(mean, "mean")
+            losses.append(float(mean))
+        return losses[warm:]
+
+    if dist.get_rank() == 0:
+        assert sum(found) == pytest.approx(sum(threads.run(unsplit, 2)[0]), rel=0.01)
+    return optimizer, stream
+
+
+def skip_together(pipeline: Pipeline, optimizer: Any, stream: Iterator[Any]) -> None:
+    """A gradient of one rank that is not finite stops the step on all stages, parts and replicas."""
+    held = [getattr(one, "_local_tensor", one).detach().clone() for one in pipeline.parameters()]
+    steps, last = optimizer.steps, [*pipeline.parameters()][-1]
+    hook = last.register_hook(lambda gradient: gradient * (math.nan if dist.get_rank() == 0 else 1.0))
+    pipeline.train_batch(stream, optimizer)
+    hook.remove()
+    assert optimizer.overflow
+    assert optimizer.steps == steps
+    for before, one in zip(held, pipeline.parameters(), strict=True):
+        assert torch.equal(before, getattr(one, "_local_tensor", one))
+
+
+def near_exact(mesh: DeviceMesh, make: Callable[[], nn.Module], pipeline: Pipeline, stage: int, steps: int) -> None:
+    optimizer = ShardedOptimizer(
+        pipeline.parameters(), torch.optim.AdamW, lr=RATE, stage=stage, mesh=mesh["dp"], max_norm=1.0
+    )
+    stream = batches(mesh.get_local_rank("dp"))
+    near(pipeline, optimizer, Alone(make(), replicas=2, max_norm=1.0), stream, steps)
+    same_replicas(mesh, pipeline)
+    skip_together(pipeline, optimizer, stream)
+
+
+def replicas() -> None:
+    """Two stages of two replicas each, clipped: averaged exactly, by owners too; then in one bit."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    for stage in (0, 1):
+        near_exact(mesh, gpt2, Pipeline(gpt2(), MICRO_BATCHES, mesh=mesh), stage, 50)
+    pipeline = Pipeline(gpt2(), MICRO_BATCHES, mesh=mesh)
+    optimizer, stream = near_compressed(mesh, gpt2, pipeline, 10)
+    skip_together(pipeline, optimizer, stream)
+    refused(ValueError, "give max_norm to an optimizer", pipeline.train_batch, stream, optimizer, max_norm=1.0)
+    plain = torch.optim.SGD(pipeline.parameters(), lr=RATE)
+    refused(ValueError, "SGD averages no gradients over the replicas", pipeline.train_batch, stream, plain)
+    refused(ValueError, "ranks .* hold other elements than this one", OneBitAdam, pipeline.parameters(), lr=RATE)
+    refused(TypeError, "not a pipeline's", DiLoCo, pipeline.parameters(), torch.optim.AdamW, lr=RATE, mesh=mesh["dp"])
+    given = {"lr": RATE, "mesh": mesh["dp"], "max_norm": 1.0 + mesh.get_local_rank("pp")}
+    refused(ValueError, "max_norm is 2.0 against 1.0", OneBitAdam, pipeline.parameters(), **given)
+    other = ShardedOptimizer(gpt2().parameters(), torch.optim.AdamW, lr=RATE, mesh=mesh["dp"])
+    refused(ValueError, "has parameters of no pipeline", pipeline.train_batch, stream, other)
+
+
+def cut_bert(mesh: DeviceMesh) -> nn.Module:
+    """With torch's own calls; its embedding too, which its head shares."""
+    model: Any = bert()
+    column, row = ColwiseParallel(), RowwiseParallel()
+    plan: dict[str, Any] = {f"attention.self.{one}": column for one in ("query", "key", "value")}
+    plan |= {"attention.output.dense": row, "intermediate.dense": column, "output.dense": row}
+    for layer in model.bert.encoder.layer:
+        parallelize_module(layer, mesh, plan)
+    embeddings, head = model.bert.embeddings, model.cls.predictions
+    parallelize_module(embeddings, mesh, {"word_embeddings": RowwiseParallel(input_layouts=Replicate())})
+    parallelize_module(head, mesh, {"decoder": ColwiseParallel(output_layouts=Replicate())})
+    head.decoder.weight = embeddings.word_embeddings.weight
+    head.bias = head.decoder.bias
+    return model
+
+
+def cube() -> None:
+    """Two stages, of two replicas each, each cut in two."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    model = parallelize(gpt2(), mesh["tp"])
+    near_exact(mesh, gpt2, Pipeline(model, MICRO_BATCHES, mesh=mesh), 1, 6)
+    pipeline = Pipeline(cut_bert(mesh["tp"]), MICRO_BATCHES, mesh=mesh)
+    optimizer, stream = near_compressed(mesh, bert, pipeline, 4)
+    skip_together(pipeline, optimizer, stream)
+    refused(ValueError, "give max_norm to an optimizer", pipeline.train_batch, stream, max_norm=1.0)
 
 
 def refusals() -> None:

@@ -210,7 +210,7 @@ def resume(mesh: DeviceMesh) -> None:
         everyone: list[Any] = [None] * mesh["tp"].size()
         dist.all_gather_object(everyone, saved, group=mesh["tp"].get_group())
         neighbour = everyone[1 - mesh.get_local_rank("tp")]
-        refused(ValueError, "part . of 2 of them, and this rank has part", other.load_state_dict, neighbour)
+        refused(ValueError, "part . of 2 of it, and this rank has part", other.load_state_dict, neighbour)
 
 
 def refusals(mesh: DeviceMesh) -> None:

@@ -44,7 +44,6 @@ class GlobalBatches:
             loss = job.pipeline.train_batch(self._placed(batches))
             self._backwards.take_pipeline(loss, parts)
             engine.step()
-            job.pipeline.tie_weights()
             engine.micro_steps += parts - 1
             return loss
         losses = []

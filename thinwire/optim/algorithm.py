@@ -86,11 +86,12 @@ class Agreement:
 
     def _with_other_parts(self, sums: Tensor, greatest: Tensor) -> tuple[Tensor, Tensor]:
         """The same of parameters of which tensor parallelism has cut some."""
-        parts, device = self.parameters.parts, self.parameters.parameters[0].device
-        if parts is None:
+        replica, every = self.parameters.replica, self.parameters.parameters
+        if replica is None:
             return sums, greatest
-        shares = sums.new_tensor(self.parameters.shares[: self.count])
-        return parts.add_up(sums * shares[:, None], device), parts.add_up(greatest, device, "max")
+        shares = sums.new_tensor([replica.share_of_parts(one) for one in every[: self.count]])
+        device = every[0].device
+        return replica.add_parts(sums * shares[:, None], device), replica.add_parts(greatest, device, "max")
 
 
 @dataclass(frozen=True)

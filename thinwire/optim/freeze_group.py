@@ -273,6 +273,7 @@ class FreezeGroup:
                 self.peak.take(self.clock.steps, rates)
             froze = self.rule.reached(self.clock.steps, rates, self._variance_norms)
             if self.rule.looks_at(self.clock.steps):
+                froze = self._parameters.everywhere(froze)
                 check_same_freeze(self._comm, froze, rates)
             if froze:
                 self._freeze()
@@ -309,21 +310,20 @@ class FreezeGroup:
 
     def _variance_norms(self) -> list[float]:
         """Of each parameter with elements, by their numbers. The host waits once. Collective if state is sharded."""
-        every, parts = self._parameters.parameters, self._parameters.parts
+        every, replica = self._parameters.parameters, self._parameters.replica
         norms: dict[int, Tensor] = {}
         for members in self.storage.members(state_only=True):
-            for parameter, variance in zip(
-                members.parameters, members[_variance_of(self.algorithm) or ""], strict=True
-            ):
+            variances = members[_variance_of(self.algorithm) or ""]
+            for parameter, variance in zip(members.parameters, variances, strict=True):
                 norm = variance_norm(variance, members.settings, self.clock.steps)
                 norms[parameter] = norms[parameter] + norm if parameter in norms else norm
-        if self.storage.shards or parts is not None:
+        if self.storage.shards or replica is not None:
             together = torch.zeros(len(every), dtype=torch.float64, device=every[0].device)
             for parameter, norm in norms.items():
-                together[parameter] = norm * self._parameters.shares[parameter]
-            for comm in [self._comm] * self.storage.shards + ([] if parts is None else [parts.comm]):
-                comm.all_reduce(together)
-            return [norm for norm, one in zip(together.tolist(), every, strict=True) if one.numel()]
+                together[parameter] = norm
+            if self.storage.shards:
+                self._comm.all_reduce(together)
+            return self._parameters.of_replica(together)
         return [float(one) for one in read_together([norms[parameter] for parameter in sorted(norms)])]
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from thinwire.optim.settings import WarmupWire
 from thinwire.zero.rank_checks import NormSketch, clip_of_norm
+from thinwire.zero.replica import Replica
 from thinwire.zero.saved_state import Count, Counters, Positive
 from thinwire.zero.sharded_home import settings_digest
-from thinwire.zero.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Parameters:
     """An optimizer's parameters by number, with the hyperparameters of their groups now.
 
     `group_of`: the number, in `groups`, of each one's group. `describe`: how an error message calls a parameter.
-    `parts`: the ranks that hold other parts of some, if there are any.
+    `replica`: the ranks that together hold one, where it takes several.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Parameters:
         self.group_of = group_of
         self.groups = groups
         self.describe = describe
-        self.parts: TensorParallel | None = None
+        self.replica: Replica | None = None
         self._hyperparameters = hyperparameters
 
     def settings(self, group: int) -> AdamSettings:
@@ -137,12 +137,19 @@ class Parameters:
 
     @property
     def shares(self) -> list[float]:
-        """The part of a sum over each one's elements, on all ranks that hold some, that this rank counts."""
-        return [1.0 if self.parts is None else self.parts.share(one) for one in self.parameters]
+        """The part of a sum over a replica's elements that this rank counts of each one's."""
+        return [1.0 if self.replica is None else self.replica.share(one) for one in self.parameters]
 
     def everywhere(self, holds: bool) -> bool:
-        """Whether it holds on all ranks that hold parts of them. Collective."""
-        return holds if self.parts is None else self.parts.everywhere(holds, self.parameters[0].device)
+        """Whether it holds on all ranks of the replica. Collective."""
+        return holds if self.replica is None else self.replica.everywhere(holds, self.parameters[0].device)
+
+    def of_replica(self, sums: Tensor) -> list[float]:
+        """What each parameter with elements has, those of other stages included, of `sums`, fp64 [parameters], over the
+        elements that are here. Collective over the replica."""
+        if self.replica is not None:
+            return self.replica.of_all(sums, self.parameters)
+        return [number for number, one in zip(sums.tolist(), self.parameters, strict=True) if one.numel()]
 
     def rates(self) -> list[float]:
         """Read the learning rates of all parameter groups."""

@@ -21,6 +21,7 @@ from thinwire.comm import Communicator, TorchCommunicator
 from thinwire.comm.agreement import on_every_rank
 from thinwire.parallel.compressed_stage import ActivationCodec, CompressedStage
 from thinwire.parallel.splitting import Split, StageModules, split_model
+from thinwire.zero.replica import Stages
 
 Loss = Callable[[Any, Any], Tensor]
 _STAGES_A_RANK = 2  # of schedules that take several
@@ -37,7 +38,8 @@ class Pipeline:
     model: a Hugging Face encoder or decoder with a loss of its own, or an nn.Sequential; the whole of it, on its
         device, alike on every rank.
     micro_batches: of a global batch, all of one shape.
-    mesh: with a dimension "pp" for the stages, and if there are replicas of them "dp"; None: all ranks are stages.
+    mesh: with a dimension "pp" for the stages, if there are replicas of them "dp", and if torch has parallelised the
+        model's modules, all in the same way, over "tp"; None: all ranks are stages.
     schedule: a name that torch's `get_schedule_class` knows. Those that take several stages a rank get two.
     split: `parameters`, so that the largest stage is as small as can be, `time`, so that it has as few operations, by
         the forward of a Hugging Face model, or the names of the blocks that stages but the first begin with.
@@ -65,7 +67,8 @@ class Pipeline:
         named = {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
         group = named["pp"] if mesh is not None else None
         self.comm: Communicator = TorchCommunicator(group)
-        self._replicas = TorchCommunicator(named["dp"]) if "dp" in named else None
+        averaging = TorchCommunicator(named["dp"]) if "dp" in named else None
+        self._averaging = averaging if averaging is not None and averaging.size > 1 else None
         self.micro_batches = micro_batches
         self._read_batch = _from_tuples if isinstance(model, nn.Sequential) else _from_mappings
         self._loss_fn: Loss = loss_fn or _loss_of_model
@@ -108,25 +111,17 @@ class Pipeline:
             nn.Sequential.
         optimizer: takes its step, and lets gradients go; None leaves both to the caller. Where it has `no_sync`,
             gradients leave for the replicas once the last micro-batch is done.
-        max_norm: of the gradients of all stages together, where there are no replicas to average them over.
+        max_norm: of the gradients of all stages together, for a plain optimizer or none; one of thinwire's has its own,
+            which counts all stages after averaging, and takes a step on all of them or on none.
 
         Raises StopIteration where no micro-batch is left, and ValueError, on every rank, where one is amiss, or for an
-        optimizer that would clip by the norm of its stage alone.
+        optimizer that would step stages or replicas apart.
         """
-        if getattr(optimizer, "max_norm", 0) and self.comm.size > 1:
-            raise ValueError(
-                f"{type(optimizer).__name__} has max_norm={optimizer.max_norm}, and would clip by its stage's norm "
-                "alone: make it without, and give max_norm to train_batch, which clips by the norm of all stages"
-            )
-        if max_norm is not None and self._replicas is not None:
-            raise ValueError(
-                f"max_norm={max_norm} would clip what each replica has, before it is averaged over the replicas: train "
-                "replicas of a pipeline without clipping"
-            )
+        self._check(optimizer, max_norm)
         waiting = optimizer.no_sync() if hasattr(optimizer, "no_sync") else contextlib.nullcontext()
         with waiting:
             loss = self._run(self._schedule.step, batches)
-            for comm, parameter, _ in self._ties:
+            for comm, parameter in self._ties:
                 if parameter.requires_grad:
                     comm.all_reduce(_local_gradient(parameter))
         if max_norm is not None:
@@ -134,15 +129,7 @@ class Pipeline:
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
-            if hasattr(optimizer, "no_sync"):
-                self.tie_weights()
         return loss
-
-    def tie_weights(self) -> None:
-        """Give weights that stages share the values that the first of these has: codecs round copies apart.
-        Collective."""
-        for comm, parameter, _ in self._ties:
-            comm.broadcast(_local(parameter.data), root=0)
 
     @torch.no_grad()
     def eval_batch(self, batches: Iterator[Any]) -> Tensor:
@@ -157,13 +144,29 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale gradients, in place, to a norm over all stages of at most `max_norm`, and return what it was.
         Collective."""
-        counted = {id(parameter) for _, parameter, counts in self._ties if not counts}
-        gradients = [one.grad for one in self.parameters() if one.grad is not None and id(one) not in counted]
+        elsewhere = {*self._stages.ties} - self._stages.counted
+        gradients = [one.grad for one in self.parameters() if one.grad is not None and id(one) not in elsewhere]
         total = torch.nn.utils.get_total_norm(gradients).float().square()
         self.comm.all_reduce(total)
         norm = total.sqrt()
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
+
+    def _check(self, optimizer: Any, max_norm: float | None) -> None:
+        name = type(optimizer).__name__
+        if optimizer is not None and self._averaging is not None and not hasattr(optimizer, "no_sync"):
+            raise ValueError(
+                f"{name} averages no gradients over the replicas of the pipeline, which would drift apart: take "
+                f'thinwire.zero.ShardedOptimizer(pipeline.parameters(), torch.optim.{name}, mesh=mesh["dp"])'
+            )
+        if self.comm.size > 1 and hasattr(optimizer, "no_sync") and optimizer.replica is None:
+            raise ValueError(f"{name} has parameters of no pipeline: build it of this one's pipeline.parameters()")
+        cut = any(hasattr(one, "placements") for one in self.parameters())
+        if max_norm is not None and (self._averaging is not None or cut):
+            raise ValueError(
+                f"max_norm={max_norm} would clip what each rank has, before it is averaged over replicas or by what "
+                "tensor parallelism has left of it: give max_norm to an optimizer of thinwire"
+            )
 
     def _run(self, schedule: Callable[..., Any], batches: Iterator[Any]) -> Tensor:
         given, others, self._targets = on_every_rank(
@@ -181,8 +184,8 @@ class Pipeline:
         if self._last:
             loss += torch.stack(losses).sum().detach() / self.loss_scale
         self.comm.broadcast(loss, root=self._last_rank)
-        if self._replicas is not None:
-            self._replicas.all_reduce(loss, "mean")
+        if self._averaging is not None:
+            self._averaging.all_reduce(loss, "mean")
         return loss
 
     def _next(self, batches: Iterator[Any]) -> tuple[list[Tensor], dict[str, Tensor], list[Any]]:
@@ -209,18 +212,22 @@ class Pipeline:
         loss = self._loss_fn(output, self._targets[int(number)])
         return loss.float() * (self.loss_scale / self.micro_batches)
 
-    def _tie(self, parts: list[list[nn.Module]]) -> list[tuple[Communicator, nn.Parameter, bool]]:
-        """Parameters that other ranks have too: a communicator over those who do, and if this one counts their norm."""
+    def _tie(self, parts: list[list[nn.Module]]) -> list[tuple[Communicator, nn.Parameter]]:
+        """Parameters that other ranks have too, with a communicator over those who do."""
         held = [{id(one): one for part in of_rank for one in part.parameters()} for of_rank in parts]
-        ties = []
-        for key in dict.fromkeys(key for of_rank in held for key in of_rank):
+        mine, ties = held[self.comm.rank], []
+        self._stages = Stages(self.comm, {}, set())
+        for number, key in enumerate(dict.fromkeys(key for of_rank in held for key in of_rank)):
             ranks = [rank for rank, of_rank in enumerate(held) if key in of_rank]
             if len(ranks) > 1:
                 comm = self.comm.split(0 if self.comm.rank in ranks else None)
                 if comm is not None:
-                    parameter = held[self.comm.rank][key]
-                    comm.broadcast(_local(parameter.data), root=0)
-                    ties.append((comm, parameter, ranks[0] == self.comm.rank))
+                    comm.broadcast(_local(mine[key].detach()), root=0)
+                    ties.append((comm, mine[key]))
+                    self._stages.ties[key] = number
+                    self._stages.counted |= {key} if comm.rank == 0 else set()
+        if self.comm.size > 1:
+            self._stages.note(mine.values())
         return ties
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from thinwire.comm import Communicator
 from thinwire.zero.backward import BackwardWatcher
+from thinwire.zero.replica import Replica
 from thinwire.zero.saved_state import Counters, SavedSlice, SliceSource, check_weights
-from thinwire.zero.tensor_parallel import TensorParallel
 
 _ATTRIBUTE = "_thinwire_state"
 
@@ -218,7 +218,7 @@ class Home(ABC):
     frozen_at: int | None = None  # the step after which compression began; None before, and where there is none
     in_sync: bool = True  # whether every rank holds the same weights
     superseded: bool = False  # by another optimizer over some of these parameters
-    parts: TensorParallel | None = None  # the ranks that hold other parts of the same parameters
+    replica: Replica | None = None  # the ranks that together hold one, where it takes several
 
     @property
     @abstractmethod

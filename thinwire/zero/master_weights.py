@@ -20,8 +20,8 @@ from thinwire.zero.bucket_layout import BucketLayout, Slot
 from thinwire.zero.gradient_seal import whole_of
 from thinwire.zero.placement import Placement, Sharding, WeightGate
 from thinwire.zero.rank_checks import broadcast_from_rank_0
+from thinwire.zero.replica import Replica, kind_of
 from thinwire.zero.saved_state import SavedSlice, SliceSource, read_weight
-from thinwire.zero.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class FlatBucket:
 
     Construction moves the parameters: their `.data` becomes a view. `keep` says which of the values before rounding to
     `dtype` to keep in fp32 for `take_initial`: the "shard", the "whole" bucket or nothing. `family`: all buckets of a
-    model. `gathering`: what gathers shards, over `comm`'s ranks or by node.
+    model. `gathering`: what gathers shards, over `comm`'s ranks or by node. `seed`: of what is rounded by chance.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class FlatBucket:
         dtype: torch.dtype,
         keep: Literal["shard", "whole"] | None,
     ) -> None:
-        self.index = index
-        self.layout = layout
-        self.dtype = dtype
-        self.comm = comm
+        self.index, self.layout = index, layout
+        self.dtype, self.comm = dtype, comm
         self.gathering = comm if links is None else links
         self.family = [self]
         self.parameters = [parameters[slot.parameter] for slot in layout.slots]
+        tie = kind_of(self.parameters[0])[1]
+        self.seed = index if tie < 0 else (1 << 19) + tie
         self._shapes = {slot: one.shape for slot, one in self.members()}
         self.flat = torch.zeros(layout.padded_numel, dtype=dtype, device=self.parameters[0].device)
         self._initial = self._initial_values(keep) if keep else None
@@ -289,11 +289,11 @@ class ShardedParameters:
         place = partial(Placement.checked, groups, named_parameters, optimizer, sharding)
         self.order = on_every_rank(comm, place, "build its optimizer", (ValueError, TypeError))
         compared = {**sharding.compared(), "names": self.names, **settings}
+        self.replica = Replica.among(comm, self.order.parameters)
         check_same_on_every_rank(comm, self.order.parameters, groups, compared)
-        self.parts = TensorParallel.among(comm, self.order.parameters)
         broadcast_from_rank_0(comm, self.order.parameters)
-        if self.parts is not None:
-            self.parts.check_whole(self.order.parameters, self.names)
+        if self.replica is not None:
+            self.replica.check(self.order.parameters, self.names, compared)
         self.nodes, self.links = link_nodes(comm, sharding.nodes, alike=True)
         self.saved_nodes = None if self.links is None else list(self.nodes.node_of)
         self.exchange_comm = comm.duplicate() if self.links is None else self.links.number_by_lane(comm)
@@ -308,7 +308,7 @@ class ShardedParameters:
             self.buckets.append(bucket)
             bucket.family = self.buckets
             self.masters.append(MasterWeights(bucket, sharding))
-        self.shares = [] if self.parts is None else [self.parts.share(one.parameters[0]) for one in self.buckets]
+        self.shares = [] if self.replica is None else [self.replica.share(one.parameters[0]) for one in self.buckets]
 
     @property
     def names(self) -> list[str]:

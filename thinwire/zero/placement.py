@@ -16,7 +16,7 @@ from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import CODE_BITS, CodecName, scale_block
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, BucketLayout, partition, partition_whole
 from thinwire.zero.rank_checks import check_parameters
-from thinwire.zero.tensor_parallel import LocalPart, is_cut, local_part
+from thinwire.zero.replica import LocalPart, is_cut, kind_of, local_part
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -149,19 +149,18 @@ class Placement:
         return placed
 
     def partition(self, world_size: int, sharding: Sharding) -> list[tuple[BucketLayout, torch.dtype]]:
-        """Buckets of one dtype each, in the order in which backward completes them; of parameters that are cut, or of
-        others, which ranks that hold other parts then round alike."""
+        """Buckets of one dtype and kind each, in the order in which backward completes them."""
         wanted = sharding.param_dtype
         dtypes = [wanted or one.dtype if one.dtype == torch.float32 else one.dtype for one in self.parameters]
         whole = [sharding.whole_parameters(self._groups[number]) for number in self.group_of]
-        kinds = list(zip(dtypes, whole, map(is_cut, self.parameters), strict=True))
+        kinds = list(zip(dtypes, whole, map(kind_of, self.parameters), strict=True))
         numels = [parameter.numel() for parameter in self.parameters]
         layouts: list[tuple[BucketLayout, torch.dtype]] = [
             (layout, dtype)
-            for dtype, owned, cut in sorted(set(kinds), key=str)
+            for dtype, owned, kind in sorted(set(kinds), key=str)
             for layout in (partition_whole if owned else partition)(
                 numels,
-                [number for number in self.order if kinds[number] == (dtype, owned, cut)],
+                [number for number in self.order if kinds[number] == (dtype, owned, kind)],
                 world_size=world_size,
                 block_size=sharding.shard_block,
                 bucket_numel=max(1, sharding.bucket_bytes // dtype.itemsize),

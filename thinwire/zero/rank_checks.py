@@ -17,13 +17,19 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import check_same_on_every_rank, raise_together
 from thinwire.zero.gradient_seal import gradient_of
-from thinwire.zero.tensor_parallel import TensorParallel, checksum
+from thinwire.zero.replica import Replica, checksum, stages_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_parameters(parameters: Sequence[Tensor], optimizer: str) -> None:
-    """Raise TypeError for parameters of unusable dtype or on several devices; `optimizer` says who refuses."""
+def check_parameters(parameters: Sequence[Tensor], optimizer: str, *, whole: bool = False) -> None:
+    """Raise TypeError for parameters of unusable dtype or on several devices, and where a model has to be `whole` on
+    every rank for a pipeline's; `optimizer` says who refuses."""
+    if whole and any(map(stages_of, parameters)):
+        raise TypeError(
+            f"{optimizer} takes parameters of a model that is whole on every rank, not a pipeline's: workers' own "
+            "steps would be clipped, and skipped, stage by stage. Use OneBitAdam or ShardedOptimizer"
+        )
     for index, parameter in enumerate(parameters):
         if hasattr(parameter, "placements"):
             raise TypeError(
@@ -238,12 +244,12 @@ class NormSketch:
         *,
         width: int = 16384,
         seed: int = 0,
-        parts: tuple[TensorParallel, Sequence[Tensor]] | None = None,
+        replica: tuple[Replica, Sequence[Tensor]] | None = None,
     ) -> None:
-        """`numels`: of every vector by its number, the same on every rank. `parts`: who holds others, and of what."""
+        """`numels`: of every vector by its number, the same on every rank. `replica`: its ranks, and the parameters."""
         self._comm = comm
-        self._parts = None if parts is None else parts[0]
-        self._shares = {} if parts is None else {one: parts[0].share(parts[1][one]) ** 0.5 for one in numels}
+        self._replica = None if replica is None else replica[0]
+        self._shares = {} if replica is None else {one: replica[0].share(replica[1][one]) ** 0.5 for one in numels}
         self._width = width
         self._step = 0
         numbers = sorted(numels)
@@ -291,8 +297,8 @@ class NormSketch:
         """The same for what this rank has added alone."""
         square = self._sums.double().square_().sum()
         self._sums.zero_()
-        if self._parts is not None:
-            self._parts.comm.all_reduce(square)
+        if self._replica is not None:
+            self._replica.all_reduce(square)
         return square.sqrt_()
 
     def _fold(self, signed: Tensor, column: int, sign: int) -> None:

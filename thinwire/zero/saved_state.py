@@ -130,7 +130,7 @@ class Counters(BaseModel):
     groups: list[dict[str, Any]]
     skipped_steps: Count = 0
     nodes: list[int] | None = None
-    part: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None  # under tensor parallelism
+    part: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None  # of a model on several ranks
 
 
 class DamagedStateError(ValueError):
@@ -179,11 +179,11 @@ def check_counters(
         if fault := fault_of_settings(mine, theirs, f"groups.{number}"):
             raise DamagedStateError(f"it does not hold what {optimizer} was set to: {fault}")
     if (theirs := saved.get("part")) != part:
-        of = "what belongs to whole parameters" if theirs is None else f"part {theirs[0]} of {theirs[1]} of them"
-        here = "holds them whole" if part is None else f"has part {part[0]} of {part[1]}"
+        of = "what belongs to a whole model" if theirs is None else f"part {theirs[0]} of {theirs[1]} of it"
+        here = "holds all of one" if part is None else f"has part {part[0]} of {part[1]}"
         raise ValueError(
-            f"parameters are cut by tensor parallelism: this state has {of}, and this rank {here}. Load on every rank "
-            "of the same mesh what it saved"
+            f"the model lies on several ranks: this state has {of}, and this rank {here}. Load on every rank of the "
+            "same mesh what it saved"
         )
 
 

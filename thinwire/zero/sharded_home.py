@@ -20,8 +20,8 @@ from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.gradient_seal import gradient_of
 from thinwire.zero.home import Fragment, Held, Home, ParameterState, ring_bytes
 from thinwire.zero.master_weights import FlatBucket, MasterWeights, ShardedParameters, runs_in
+from thinwire.zero.replica import Replica
 from thinwire.zero.saved_state import SavedSlice, SliceSource
-from thinwire.zero.tensor_parallel import TensorParallel
 
 
 class BucketParameterState(ParameterState):
@@ -149,7 +149,7 @@ class ShardedHome(Home):
         self.comm = parameters.comm
         self.parameters, self.names = parameters.order.parameters, parameters.names
         self.uncompressed_step_bytes = ring_bytes(self.comm.size, self.parameters)
-        self._parameters, self.parts = parameters, parameters.parts
+        self._parameters, self.replica = parameters, parameters.replica
         self.watcher = BackwardWatcher(parameters.order.describe, self._on_whole)
         self.watcher.watch(self.parameters)
         self._vote: Vote | None = None  # of the step in flight, once it is known
@@ -214,7 +214,7 @@ class ShardedHome(Home):
             self._parameters.wait_for_weights()
         averages_shown = self._vote is not None and self._parameters.sharding.stage == 0
         if self.watcher.seal.check(may_write=averages_shown) and averages_shown:
-            self._vote = None if self.parts is not None else self._vote_on_edited()
+            self._vote = None if self.replica is not None else self._vote_on_edited()
         if self.scaled and not self._keeps_gradients:
             raise RuntimeError(
                 "a GradScaler cannot look at gradients that stage 2 has sent to their owners: use stage 1, the "
@@ -260,8 +260,8 @@ class ShardedHome(Home):
         """The vote on averaged gradients, of which this rank gives its shards, by bucket. Collective."""
         parameters, missing = self._parameters, self.watcher.missing
         given = parameters.exchange_comm, list(averages.values()), parameters.groups, self.steps, parameters.device
-        parts = None if self.parts is None else (self.parts, list(map(parameters.shares.__getitem__, averages)))
-        norm, anything_missing = norm_of_averages(*given, bool(missing), parts)
+        shares = None if self.replica is None else (self.replica, list(map(parameters.shares.__getitem__, averages)))
+        norm, anything_missing = norm_of_averages(*given, bool(missing), shares)
         absent = parameters.agree_on_absent(missing) if anything_missing else frozenset[int]()
         return Vote(math.isfinite(norm), norm, absent | self.watcher.left_out)
 
@@ -355,10 +355,10 @@ def norm_of_averages(
     step: int,
     device: torch.device,
     missing: bool = False,
-    parts: tuple[TensorParallel, Sequence[float]] | None = None,
+    shares: tuple[Replica, Sequence[float]] | None = None,
 ) -> tuple[float, bool]:
     """The 2-norm of all ranks' `averages` together, NaN for one that none could be, and whether any rank has something
-    `missing`. Collective. `parts`: the ranks that hold others, and the part of each average's sum that this one counts.
+    `missing`. Collective. `shares`: the ranks of a replica, and the part of each average's sum that this one counts.
 
     Raises ValueError, on every rank and naming the first difference, where ranks have other hyperparameters.
     """
@@ -366,19 +366,17 @@ def norm_of_averages(
     norms.append(torch.zeros((), device=averages[0].device if averages else device))
     votes = torch.empty(4, dtype=torch.float64, device=device)
     squares = torch.stack(norms).double().square()
-    votes[0] = (squares if parts is None else squares * squares.new_tensor([*parts[1], 1.0])).sum()
+    votes[0] = (squares if shares is None else squares * squares.new_tensor([*shares[1], 1.0])).sum()
     digest = settings_digest(groups, step)
     for place, own in enumerate((missing, digest, digest**2), start=1):
         votes[place].fill_(own)  # in the launch itself: a copy of a list would wait for the device
-    comms = [comm] if parts is None else [comm, parts[0].comm]
-    ranks = 1
-    for one in comms:
-        one.all_reduce(votes)
-        ranks *= one.size
+    comm.all_reduce(votes)
+    ranks = comm.size if shares is None else shares[0].add_votes(votes, comm.size)
     total, anything_missing, digests, of_squares = votes.tolist()
     if ranks * of_squares != digests**2:  # whole numbers, exact: only of equal numbers are the two the same
-        for one in comms:
-            check_same_on_every_rank(one, [], groups, {})
+        check_same_on_every_rank(comm, [], groups, {})
+        if shares is not None:
+            shares[0].refuse(groups)
     return math.sqrt(total) if total >= 0 else math.nan, bool(anything_missing)
 
 

@@ -19,8 +19,8 @@ from thinwire.comm.agreement import on_every_rank
 from thinwire.comm.errors import fork_error
 from thinwire.zero import rank_state, saved_state, training_loops
 from thinwire.zero.home import NOT_STEPPED, TRAFFIC, Home, StepResult, claim, refuse_other_parameters, ring_bytes
+from thinwire.zero.replica import local_part, local_parts
 from thinwire.zero.saved_state import SavedSlice, SliceSource
-from thinwire.zero.tensor_parallel import local_part, local_parts
 
 
 class SynchronizedOptimizer(torch.optim.Optimizer):
@@ -33,6 +33,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     `dynamic_loss_scale`: whether that follows from overflows. `summed`: micro-batches that gradients are sums over
     where a mean is wanted, from the next `loss_scale` on. `in_training`: false after `eval`. `steps_alone`: whether a
     worker may skip a step that others take. `comes_and_goes`: whether it may join late: `steps` alone counts its steps.
+    `replica`: the ranks that together hold one of the model, where it takes several.
     """
 
     # GradScaler then passes its scale in and leaves the unscaling to step().
@@ -52,7 +53,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     def _move_in(self, home: Home, times_mean: float = 1.0) -> None:
         """Begin at step 0 in `home`; gradients are `times_mean` the mean over the ranks."""
-        self._home = home
+        self._home, self.replica = home, home.replica
         home.watcher.seal.warns = home.comm.rank == 0
         self._turn, alone = home.watcher.turn, home.comm.size == 1 and not self.comes_and_goes
         self._turn.alone, self._process = alone, None if alone else os.getpid()
@@ -61,8 +62,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         self.loss_scale = 1.0
         self._groups, self._held = self.param_groups, sum(len(group["params"]) for group in self.param_groups)
         self.last_step: StepResult = NOT_STEPPED
-        self.skipped_steps = 0
-        self.bytes_uncompressed = 0
+        self.skipped_steps = self.bytes_uncompressed = 0
         self._bytes_before_resume = 0
         self._attached = False
         self._ddp_hook: RemovableHandle | None = None
@@ -297,13 +297,13 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         return {
             **saved_state.counters_of(self._saved_name, self.param_groups),
             **self._home.counters(),
-            **({} if (parts := self._home.parts) is None else {"part": parts.place}),
+            **({} if self.replica is None else {"part": self.replica.place}),
             "skipped_steps": self.skipped_steps,
         }
 
     def check(self, source: SliceSource) -> None:
         """Raise ValueError where `load` cannot take this up: DamagedStateError where not all is there that it reads."""
-        part = None if self._home.parts is None else self._home.parts.place
+        part = None if self.replica is None else self.replica.place
         mine = self._home.counted, self._saved_name, self.param_groups, part
         saved_state.check_counters(source.counters(), *mine)
         self._home.check(source)

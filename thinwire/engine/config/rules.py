@@ -347,7 +347,6 @@ def _parallelism(config: EngineConfig) -> Iterator[str]:
     staged = {
         **cut,
         "zero_optimization.stage 2": zero.stage == 2,
-        "gradient_clipping": config.gradient_clipping > 0,
         "flops_profiler": config.flops_profiler.enabled,
         '"managed_gradient_accumulation" false': not config.managed_gradient_accumulation,
     }

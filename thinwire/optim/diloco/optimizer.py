@@ -154,7 +154,7 @@ class DiLoCo(SynchronizedOptimizer):
 
         def check() -> Any:
             check_options(inner_class, wire, **plan, **outer, elastic=elastic)
-            check_parameters(tensors_in(given := listed(params)), type(self).__name__)
+            check_parameters(tensors_in(given := listed(params)), type(self).__name__, whole=True)
             return given
 
         given = on_every_rank(self.comm, check, "build its optimizer", (ValueError, TypeError))

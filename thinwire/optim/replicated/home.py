@@ -26,9 +26,9 @@ from thinwire.optim.wire import Wire
 from thinwire.zero import Slot, rank_checks
 from thinwire.zero.bucket_layout import model_state_formula
 from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, ParameterState, StepResult
+from thinwire.zero.replica import Replica
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 from thinwire.zero.sharded_home import ComparisonTimes
-from thinwire.zero.tensor_parallel import TensorParallel
 
 
 class ReplicatedHome(AlgorithmHome):
@@ -100,7 +100,8 @@ class ReplicatedHome(AlgorithmHome):
             return StepResult(False, math.nan, NO_GRADIENTS)
         if not backward.finite:
             ranks = list(backward.overflowing)
-            where = f"on ranks {ranks}" if ranks else "after averaging, on no rank before"
+            elsewhere = "after averaging, on no rank before" if self.replica is None else "elsewhere in the model"
+            where = f"on ranks {ranks}" if ranks else elsewhere
             return StepResult(False, math.inf, f"a gradient was NaN or infinite {where}")
         self.watcher.turn.moving = True
         for group in self.groups:
@@ -162,12 +163,12 @@ class ReplicatedHome(AlgorithmHome):
         raise_together(self.comm, error, "build its optimizer")
         names = [self._table.known_name(one) for one in tensors]
         compared = {"names": names, **self._options.compared(), **self._recipe.compared}
+        found = Replica.among(self.comm, tensors) if self.replica is None else self.replica
         check_same_on_every_rank(self.comm, tensors, self._table.groups, compared)
-        found = TensorParallel.among(self.comm, tensors) if self.parts is None else self.parts
         rank_checks.broadcast_from_rank_0(self.comm, tensors)
         if found is not None:
-            found.check_whole(tensors, [name or "" for name in names])
-        self.parts = self._table.parts = found
+            found.check(tensors, [name or "" for name in names], compared)
+        self.replica = self._table.replica = found
         for parameter, group_number in new:
             self.in_flight.unplaced.append(len(self._table))
             self._table.add(parameter, group_number)

@@ -15,8 +15,8 @@ from thinwire.optim.step import AdamSettings, Members, Parameters
 from thinwire.optim.storage import Change, Storage
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.master_weights import Run
+from thinwire.zero.replica import local_part
 from thinwire.zero.saved_state import SliceSource, read_weight
-from thinwire.zero.tensor_parallel import local_part
 
 
 class ParameterTable(Parameters):

@@ -30,7 +30,7 @@ from thinwire.zero import BucketLayout, bucket_numel, partition
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.home import ring_bytes
 from thinwire.zero.rank_checks import NormSketch, agree_on_absent, agree_on_order, clip_coefficient, find_overflowing
-from thinwire.zero.tensor_parallel import is_cut
+from thinwire.zero.replica import kind_of
 
 _FP32_BYTES = 4
 
@@ -91,17 +91,16 @@ class FreezeGroups:
         return [[slot.parameter for slot in layout.slots] for layout in self._cut(order)]
 
     def _cut(self, order: Sequence[int], *, whole: bool = False) -> list[BucketLayout]:
-        """Buckets of the parameters `order`; one of all of them where they stay `whole`. Those that tensor parallelism
-        has cut lie apart, so that its ranks round the others alike."""
+        """Buckets of the parameters `order`, of one kind each; one of all of them where they stay `whole`."""
         numels = [parameter.numel() for parameter in self._table.parameters]
         numel = sum(numels[parameter] for parameter in order)
-        cut = [is_cut(parameter) for parameter in self._table.parameters]
+        kinds = [kind_of(parameter) for parameter in self._table.parameters]
         return [
             layout
-            for kind in sorted({cut[number] for number in order}, reverse=True)
+            for kind in sorted({kinds[number] for number in order}, reverse=True)
             for layout in partition(
                 numels,
-                [number for number in order if cut[number] is kind],
+                [number for number in order if kinds[number] == kind],
                 world_size=self.comm.size,
                 block_size=self._options.block_size,
                 bucket_numel=numel + 1 if whole else bucket_numel(self._options.bucket_bytes, numel, _FP32_BYTES),
@@ -239,8 +238,8 @@ class Synchronizer:
         if self._sketch is None:
             slots = [slot for bucket in self._layout.buckets for slot in bucket.layout.slots]
             numels = {slot.parameter: slot.numel for slot in slots}
-            parts = None if self._home.parts is None else (self._home.parts, self._table.parameters)
-            self._sketch = NormSketch(self._layout.comm, numels, self._table.parameters[0].device, parts=parts)
+            replica = None if self._home.replica is None else (self._home.replica, self._table.parameters)
+            self._sketch = NormSketch(self._layout.comm, numels, self._table.parameters[0].device, replica=replica)
         self._sketch.begin(self._step.number)
         return self._sketch
 
@@ -250,11 +249,11 @@ class Synchronizer:
         exact = [group for group in self._layout.groups if group.send is Send.EXACT]
         local = [group for group in self._layout.groups if group.send is Send.LOCAL]
         if exact and len(exact) + len(local) == len(self._layout.groups):
-            shares = None if self._home.parts is None else self._table.shares
+            shares = None if self._home.replica is None else self._table.shares
             square = _square_of_averages(exact, absent, shares).to(self._table.parameters[0].device)
             self._layout.comm.broadcast(square)
-            if self._home.parts is not None:
-                self._home.parts.comm.all_reduce(square)
+            if self._home.replica is not None:
+                self._home.replica.all_reduce(square)
             step.norm = math.sqrt(float(square))
             norm = step.norm / step.loss_scale
             step.clip = clip_coefficient(step.max_norm, norm) if math.isfinite(norm) else 1.0
@@ -272,7 +271,7 @@ class Synchronizer:
 
     def _judge(self, found: Outcome, arrived: Collection[int]) -> SynchronizedBackward:
         absent: frozenset[int] = frozenset()
-        if self._home.parts is not None:
+        if self._home.replica is not None:
             found = replace(found, finite=self._table.everywhere(found.finite))
         if found.incomplete:
             absent = agree_on_absent(self._comm, len(self._table), set(arrived), self._table.describe)

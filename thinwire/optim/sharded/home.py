@@ -49,9 +49,9 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         self._watched: tuple[Sequence[BucketTransport], object] = ([], None)
         numels = {number: one.numel() for number, one in enumerate(parameters.order.parameters)}
         clips = bool(options.clips_to)
-        parts = None if self.parts is None else (self.parts, parameters.order.parameters)
+        replica = None if self.replica is None else (self.replica, parameters.order.parameters)
         of_all = parameters.exchange_comm, numels, parameters.device
-        self._sketch = NormSketch(*of_all, parts=parts) if clips else None
+        self._sketch = NormSketch(*of_all, replica=replica) if clips else None
         self.in_flight = Step(parameters.groups, options.averaging.divide_first, options.clips_to)
         options.averaging.prepare(self.parameters)
         self._begin_again()
@@ -63,7 +63,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         parameters = Parameters(
             order.parameters, order.group_of, sharded.groups, recipe.hyperparameters, order.describe
         )
-        parameters.parts = self.parts
+        parameters.replica = self.replica
         shared = Shared(parameters, algorithm, new_clock(algorithm), self._wire, self.in_flight)
         self._storage: OwnedStorage | PackedStorage
         if algorithm.form.packs:
@@ -130,10 +130,10 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
                 for bucket, masters in zip(group.buckets, self._parameters.masters, strict=True):
                     own = bucket.exchange.payload[masters.held]
                     own_square = torch.linalg.vector_norm(own, dtype=torch.float32).double().square()
-                    square += own_square if self.parts is None else own_square * self._parameters.shares[bucket.index]
+                    square += own_square if self.replica is None else own_square * self._parameters.shares[bucket.index]
                 self._parameters.exchange_comm.all_reduce(square)
-                if self.parts is not None:
-                    self.parts.comm.all_reduce(square)
+                if self.replica is not None:
+                    self.replica.all_reduce(square)
                 step.norm = math.sqrt(float(square))
             step.clip = clip_of_norm(step.max_norm, torch.tensor(step.norm / step.loss_scale, dtype=torch.float64))
 
@@ -157,8 +157,8 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         if outcome.incomplete:
             absent |= self._parameters.agree_on_absent(self.watcher.missing)
         finite = outcome.finite
-        if self.parts is not None:
-            finite = self.parts.everywhere(finite, self._parameters.device)
+        if self.replica is not None:
+            finite = self.replica.everywhere(finite, self._parameters.device)
         return Vote(finite, step.norm, absent)
 
     @override

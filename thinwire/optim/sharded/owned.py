@@ -107,7 +107,7 @@ class OwnedStorage(Storage):
                 if run.parameter in moving:
                     place = slice(first + run.place.start, first + run.place.stop)
                     self._change_cut(change, bucket, run.parameter, place, view)
-            seed = (self._clock.steps << 20) + bucket.index
+            seed = (self._clock.steps << 20) + master_weights.bucket.seed
             for number, slot in enumerate(bucket.layout.slots):
                 if slot.parameter in moving:
                     copy = weights.values[place_of(slot)]

@@ -204,7 +204,7 @@ class PackedBucket(Bucket):
         elif self.master_weights.separate:
             first = self._rank * layout.shard
             calls.append(MovePacked(state, self.segments, weights, first, *factors, seed=0))
-        replica, seed = self.flat.flat[: layout.numel], ((self._clock.steps - 1) << 20) + self.index
+        replica, seed = self.flat.flat[: layout.numel], ((self._clock.steps - 1) << 20) + self.flat.seed
         calls.append(MovePacked(state, self.segments, replica, 0, *factors, seed=seed))
         for call in calls:
             if self._legs.codec.name == _FUSED:
