@@ -22,6 +22,7 @@ from thinwire.compress.packet_layout import (
     HEADER_BYTES,
     SCALE_BYTES,
     CodecName,
+    check_block_size,
     codec_packet_bytes,
     scale_block,
 )
@@ -342,8 +343,7 @@ def make_codec(name: CodecName, block_size: int = DEFAULT_BLOCK_SIZE) -> Codec:
 
     Raises ValueError for another name, or a block size that is not a multiple of 64 from 64 to 65536.
     """
-    if not isinstance(block_size, int) or block_size % 64 or not 64 <= block_size <= 65536:
-        raise ValueError(f"block_size must be a multiple of 64 from 64 to 65536, got {block_size!r}")
+    check_block_size(block_size)
     if name not in _IDENTIFIERS:
         *some, last = map(repr, get_args(CodecName))
         raise ValueError(f"codec must be {', '.join(some)} or {last}, got {name!r}")

@@ -12,8 +12,6 @@ CodecName = Literal[BlockCodecName, "bf16", "fp16", "none"]
 
 HEADER_BYTES = 16
 SCALE_BYTES = 4
-BLOCK_MULTIPLE = 64
-MAX_BLOCK_SIZE = 65536
 # One fp32 scale a block: at 2048 elements the scales add 1.6% to sign1's bits.
 DEFAULT_BLOCK_SIZE = 2048
 # Of activations, which have outliers in a few channels that spoil what shares a scale with them: at 64 int4 takes 4.5
@@ -53,7 +51,7 @@ def packet_bytes(codec: str, shard: int, block_size: int) -> int:
     65536, or a shard that is not whole blocks.
     """
     check_codec(codec)
-    _check_block_size(block_size)
+    check_block_size(block_size)
     if shard < 0 or shard % block_size:
         raise ValueError(
             f"a shard of {shard} elements is not a whole number of blocks of {block_size}: "
@@ -78,12 +76,10 @@ def check_codec(codec: str) -> None:
         raise ValueError(f"no kernels for codec {codec!r}: choose one of {', '.join(CODE_BITS)}")
 
 
-def _check_block_size(block_size: int) -> None:
-    if block_size < BLOCK_MULTIPLE or block_size > MAX_BLOCK_SIZE or block_size % BLOCK_MULTIPLE:
-        raise ValueError(
-            f"block_size is {block_size}: it must be a multiple of {BLOCK_MULTIPLE} "
-            f"from {BLOCK_MULTIPLE} to {MAX_BLOCK_SIZE}"
-        )
+def check_block_size(block_size: int) -> None:
+    """Raise ValueError unless a block size is a multiple of 64 from 64 to 65536."""
+    if not isinstance(block_size, int) or block_size % 64 or not 64 <= block_size <= 65536:
+        raise ValueError(f"block_size must be a multiple of 64 from 64 to 65536, got {block_size!r}")
 
 
 def shard_numel(numel: int, world_size: int, multiple: int) -> int:

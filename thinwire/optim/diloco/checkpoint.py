@@ -142,7 +142,7 @@ class LocalCheckpoint:
                 found[f"{_DEPARTED}.{one.fragment}"] = one.departed
             if one.arrived is not None and one.arrived.told is not None:
                 found[f"{_TOLD}.{one.fragment}"] = one.arrived.told.tensor()
-        return found | {key: one.known for key, one in self._histories.items()}
+        return found | {key: one.known for key, one in self.histories.items()}
 
     def counters(self, step: int, met_at: int, under_way: Sequence[UnderWay]) -> dict[str, Any]:
         """Where the run is."""
@@ -214,7 +214,7 @@ class LocalCheckpoint:
             self.weights.set(number, outer, replica)
         first = (ranks or (0,))[0]
         keys = source.rank_keys(first) if goes_on and ranks else ()
-        for key, history in self._histories.items():
+        for key, history in self.histories.items():
             history.reset()
             if key in keys:
                 history.known.copy_(source.read_rank(key, first))
@@ -240,7 +240,7 @@ class LocalCheckpoint:
                 self.weights.set(number, outer, outer)
 
     @property
-    def _histories(self) -> dict[str, Correlation | Guard]:
+    def histories(self) -> dict[str, Correlation | Guard]:
         """What fragments' outer steps so far tell, by the key under which it is saved."""
         found: dict[str, Correlation | Guard] = {}
         found |= {f"correlation.{number}": one for number, one in enumerate(self.outer.correlations)}

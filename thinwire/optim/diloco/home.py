@@ -58,7 +58,7 @@ class LocalHome(Home):
         self.outer = outer
         self.fragments = list(fragments)
         self.outer_steps = list(outer_steps)
-        self.weights = OuterWeights(worker, fragments)
+        self.weights = OuterWeights(worker, self.fragments)
         self.under_way: list[UnderWay] = []
         self.met_at = 0
         """The step after which all workers last held the same weights."""
@@ -73,7 +73,8 @@ class LocalHome(Home):
         self._links = links
         self._timetable = timetable
         ranks = range(comm.size) if links is None else links.groups.node_of
-        self._shared = SharedStates(share or {}, comm, list(ranks), worker, make_step)
+        of_all = self.weights, self.fragments, self.outer_steps
+        self._shared = SharedStates(share or {}, comm, list(ranks), *of_all, worker, make_step)
         self._carries = mix == "carry"
         self._mix = mix if isinstance(mix, float) else 0.0
         self._before_first: Callable[[], None] | None = None
@@ -185,7 +186,7 @@ class LocalHome(Home):
         self._take_in_all()
         found = source.counters().get("shared", {})
         found = {kind: (one["parameters"], one["positive"]) for kind, one in found.items()}
-        self._shared.cut(found, self.fragments, self.outer_steps, self.weights)
+        self._shared.cut(found)
         self.steps, self.met_at, self.under_way = self._checkpoint(self._states()).load(source)
         for one in self.under_way if not self._carries else ():
             one.departed = None
@@ -201,14 +202,12 @@ class LocalHome(Home):
     def reset_state(self) -> None:
         """Every worker goes on from the outer weights."""
         self._take_in_all()
-        self._shared.cut({}, self.fragments, self.outer_steps, self.weights)
+        self._shared.cut({})
         self.worker.reset_state()
-        for correlation in self.outer.correlations:
-            correlation.reset()
+        for history in self._checkpoint(self._states()).histories.values():
+            history.reset()
         for number, outer_step in enumerate(self.outer_steps):
             outer_step.state.reset()
-            if outer_step.guard is not None:
-                outer_step.guard.reset()
             outer = self.weights.outer(number).clone()
             self.weights.set(number, outer, outer)
         self.steps = 0
@@ -271,12 +270,10 @@ class LocalHome(Home):
 
     def _leave_due(self) -> None:
         """Send the fragments that leave after this step."""
-        due, weights = self._timetable.leaving(self.steps), self._timetable.fragments
+        due = self._timetable.leaving(self.steps)
         if due and self._shared.share and not self._shared.found:
-            trained = sorted({one.parameter for fragment in self.fragments for one in fragment.pieces})
-            self._shared.cut(self._shared.agree(trained), self.fragments, self.outer_steps, self.weights)
-        shared = self._shared.leaving(self._timetable, self.steps, self.fragments[weights:])
-        for fragment in (*due, *(weights + one for one in shared)):
+            self._shared.cut(self._shared.agree())
+        for fragment in (*due, *self._shared.leaving(self._timetable, self.steps)):
             self._leave(fragment)
 
     def _leave(self, fragment: int) -> None:

@@ -31,20 +31,17 @@ class OuterWeights:
     def __init__(self, worker: Worker, fragments: Sequence[Fragment]) -> None:
         self.shown = False
         self._worker = worker
-        self._fragments = list(fragments)
+        self._fragments = fragments
         self._versions: list[int] = []
         device = worker.parameters[0].device
         self._kept = [torch.zeros(one.numel, device=device) for one in fragments]
         self._follow_replica()
 
-    def add(self, fragments: Sequence[Fragment]) -> None:
-        """Have these too, of state, as the last."""
-        self._fragments += fragments
-        self._kept += [torch.zeros(one.numel, device=self._kept[0].device) for one in fragments]
-
-    def cut_off(self, count: int) -> None:
-        """Keep the first `count` fragments alone."""
-        del self._fragments[count:], self._kept[count:]
+    def fit(self) -> None:
+        """Follow the list of fragments, whose last ones, of state, come and go."""
+        del self._kept[len(self._fragments) :]
+        more = self._fragments[len(self._kept) :]
+        self._kept += [torch.zeros(one.numel, device=self._kept[0].device) for one in more]
 
     def outer(self, fragment: int) -> Tensor:
         """The outer weights of a fragment, to be read."""
@@ -215,48 +212,46 @@ class KeptMomentum:
 class SharedStates:
     """What is shared and how often.
 
-    `share`: kinds, and each after how many outer steps of a fragment's weights. `worker_of`: of each rank. `found`: by
-    kind the numbers of the parameters that have it, on all workers, and whether none of its values is below 0; empty
-    until the workers have agreed. `make_step`: of a fragment, its number and whether nothing is negative. `places`: of
-    each fragment of state, which fragment of weights it belongs to.
+    `share`: kinds, and each after how many outer steps of a fragment's weights. `worker_of`: of each rank. `fragments`,
+    `outer_steps`: all, those of state behind those of weights. `found`: by kind the numbers of the parameters that have
+    it, on all workers, and whether none of its values is below 0; empty until the workers have agreed. `make_step`: of
+    a fragment, its number and whether nothing is negative. `places`: of each fragment of state, which fragment of
+    weights it belongs to.
     """
 
     share: Mapping[str, int]
     comm: Communicator
     worker_of: Sequence[int]
+    weights: OuterWeights
+    fragments: list[Fragment]
+    outer_steps: list[OuterStep]
     worker: Worker
     make_step: Callable[[Fragment, int, bool], OuterStep] | None
     found: dict[str, tuple[list[int], bool]] = field(default_factory=dict)
     places: list[int] = field(default_factory=list)
 
-    def cut(
-        self,
-        found: Mapping[str, tuple[list[int], bool]],
-        fragments: list[Fragment],
-        outer_steps: list[OuterStep],
-        weights: OuterWeights,
-    ) -> None:
+    def cut(self, found: Mapping[str, tuple[list[int], bool]]) -> None:
         """Put fragments of the state that was `found`, with nothing in common yet, and their outer steps behind those
         of weights, in the place of any that are there."""
         self.found = {kind: one for kind, one in found.items() if kind in self.share}
-        count = sum(not one.kind for one in fragments)
-        del fragments[count:], outer_steps[count:]
-        weights.cut_off(count)
-        made = self.fragments(fragments)
+        count = sum(not one.kind for one in self.fragments)
+        del self.fragments[count:], self.outer_steps[count:]
+        self.weights.fit()
+        made = self._of_state()
         for number, fragment in enumerate(made, count):
             assert self.make_step is not None, "who shares state can make its outer steps"
-            outer_steps.append(self.make_step(fragment, number, self.least(fragment) is not None))
-        fragments += made
-        weights.add(made)
+            self.outer_steps.append(self.make_step(fragment, number, self.least(fragment) is not None))
+        self.fragments += made
+        self.weights.fit()
 
-    def agree(self, trained: Sequence[int]) -> dict[str, tuple[list[int], bool]]:
-        """What all workers have of the parameters `trained`. Collective.
+    def agree(self) -> dict[str, tuple[list[int], bool]]:
+        """What all workers have of the parameters that train. Collective.
 
         Raises ValueError, on every rank, for a kind that there is not, has no value for each element of a parameter, or
         is not there for the same parameters on every worker.
         """
         mine: dict[str, Any] = {"has": {}, "lacks": {}, "negative": []}
-        for number in trained:
+        for number in sorted({one.parameter for fragment in self.fragments for one in fragment.pieces}):
             for kind, whole in self.worker.kinds(number).items():
                 mine["has" if whole else "lacks"].setdefault(kind, []).append(number)
                 if whole and kind in self.share and bool((self.worker.own_state(number, kind) < 0).any()):
@@ -283,12 +278,12 @@ class SharedStates:
             found[kind] = sorted(workers[0]), not any(kind in one["negative"] for one in said)
         return found
 
-    def fragments(self, weights: Sequence[Fragment]) -> list[Fragment]:
-        """Of each kind the state of each fragment of `weights`; those without any are left out."""
+    def _of_state(self) -> list[Fragment]:
+        """Of each kind the state of each fragment of weights; those without any are left out."""
         made: list[Fragment] = []
         self.places.clear()
         for kind, (numbers, _) in self.found.items():
-            for place, fragment in enumerate(weights):
+            for place, fragment in enumerate(self.fragments):
                 pieces: list[Piece] = []
                 for piece in fragment.pieces:
                     if piece.parameter in numbers:
@@ -299,12 +294,12 @@ class SharedStates:
                     self.places.append(place)
         return made
 
-    def leaving(self, timetable: Timetable, step: int, made: Sequence[Fragment]) -> list[int]:
-        """Which of these fragments leave after this step, behind their weights."""
-        due = timetable.leaving(step)
+    def leaving(self, timetable: Timetable, step: int) -> list[int]:
+        """Which fragments of state leave after this step, behind their weights."""
+        due, made = timetable.leaving(step), self.fragments[timetable.fragments :]
         return [
             number
-            for number, (fragment, place) in enumerate(zip(made, self.places, strict=True))
+            for number, (fragment, place) in enumerate(zip(made, self.places, strict=True), timetable.fragments)
             if place in due and timetable.times(place, step) % self.share[fragment.kind] == 0
         ]
 
