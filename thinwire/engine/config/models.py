@@ -262,7 +262,8 @@ class PipelineConfig(Section):
 
 
 class TensorParallelConfig(Section):
-    """`autotp_size` ranks cut the matrices of each layer among them; 0 is 1 too."""
+    """`autotp_size` ranks cut the matrices of each layer among them; 0 is 1 too. In 16 bits, master weights begin
+    rounded."""
 
     autotp_size: WholeNumber = Field(default=1, ge=0)
 
