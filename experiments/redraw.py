@@ -32,6 +32,7 @@ _DRAWN_BY = {
     "lion": "experiments.lion.plots",
     "long_documents": "experiments.long_documents.plots",
     "long_sequences": "experiments.long_sequences.plots",
+    "pipelines": "experiments.ethernet.pipelines",
     "pretrain_bert": "experiments.pretrain_bert.plots",
     "stages": "experiments.stages.plots",
     "text_classification": "experiments.text_classification.plots",
