@@ -14,7 +14,6 @@ from tests.refusing import refused
 from thinwire import comm, deepspeed, initialize
 from thinwire.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from thinwire.engine import ConfigError
-from thinwire.engine.errors import CheckpointError
 
 PROGRAM = ("-m", "tests.engine.parts_job")
 CONFIG: dict[str, Any] = {
@@ -47,7 +46,6 @@ def check(make: Callable[[], nn.Module], stages: int, cut: int, steps: int = 50,
     assert engine.micro_steps == steps * MICRO_BATCHES
     assert engine.global_samples == steps * MICRO_BATCHES * ROWS * engine.comm.size
     assert {name for name, _ in engine.module.named_parameters()} <= {*make().state_dict()}
-    refused(CheckpointError, "ranks hold parts of the model", engine.save_checkpoint, "nowhere")
     if world.rank == 0:
         alone = Alone(make(), replicas=engine.comm.size, max_norm=1.0)
         expected = [alone.step() for _ in range(steps)] + [float(alone.loss(alone.streams).detach())]

@@ -28,7 +28,8 @@ from thinwire.engine.job_checkpoints import JobCheckpoints
 from thinwire.engine.loss_scale import make_loss_scale
 from thinwire.engine.model import LayerDropping, Precision, UsedParameters, check_model, put_in_sparse_attention
 from thinwire.engine.optimizers import NoOptimizer, OptimizerBuilder
-from thinwire.engine.parts import Loss, ModelPart, NoCheckpoints, part_of
+from thinwire.engine.part_checkpoints import PartCheckpoints
+from thinwire.engine.parts import Loss, ModelPart, part_of
 from thinwire.engine.recipe import GivenOptimizer, GivenSchedule, Recipe, check_schedule, find_recipe, make_schedule
 from thinwire.engine.reports import JobReports
 from thinwire.sparse_attn import densify
@@ -81,7 +82,6 @@ def build_engine(
             parts = part_of(whole, settings, world, device, given.loss_fn)
             recipe = None if recipe is None else recipe.over(parts.moved)
             precision.convert(parts.model, set() if recipe is None else recipe.trains())
-            names = ModelNames.of(parts.model, precision)
             if recomputed is not None and parts.pipeline is not None:  # stages are copies of the model's modules
                 recomputed.restore()
                 recomputed = None
@@ -112,7 +112,8 @@ def build_engine(
             given_schedule=given.lr_scheduler is not None,
             names=names,
         )
-        engine = kind(job, JobCheckpoints(job) if parts.mesh is None else NoCheckpoints(), JobReports(job))
+        checkpoints = JobCheckpoints if parts.mesh is None else PartCheckpoints
+        engine = kind(job, checkpoints(job), JobReports(job))
         undo.pop_all()
     return engine, engine.optimizer, loader, schedule
 

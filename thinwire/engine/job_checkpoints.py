@@ -17,9 +17,11 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.checkpoint.client_state import ClientState, SpecialValue, pack_client_state, unpack_client_state
-from thinwire.engine.checkpoint.exporting import in_16_bits, write_weights
+from thinwire.engine.checkpoint.exporting import in_16_bits, state_dict_of, write_weights
 from thinwire.engine.checkpoint.loading import LoadedCheckpoint
 from thinwire.engine.checkpoint.manifest import MANIFEST, ModelDescription, check_folder
+from thinwire.engine.checkpoint.part_source import PartSource
+from thinwire.engine.checkpoint.regions import Regions
 from thinwire.engine.checkpoint.store import CheckpointStore, Snapshot
 from thinwire.engine.errors import CheckpointError
 from thinwire.engine.job import Job
@@ -34,8 +36,9 @@ from thinwire.engine.saved_job import (
     reseed,
     schedule_state,
 )
-from thinwire.zero import SavedSlice
+from thinwire.zero import SavedSlice, SliceSource
 from thinwire.zero.fsdp import fill, local_run, whole
+from thinwire.zero.replica import local_part
 from thinwire.zero.saved_state import DamagedStateError, OwnSlices
 
 
@@ -66,8 +69,9 @@ class JobCheckpoints:
         held = {id(one) for group in job.optimizer.param_groups for one in group["params"] if one.requires_grad}
         # Kept by object: at stage 3 the model's own attributes are whole parameters while they are gathered.
         self._parameters = dict(job.model.named_parameters())
-        self._others = {name: one for name, one in self._parameters.items() if id(one) not in held}
+        self._others = {name: one for name, one in self._parameters.items() if id(local_part(one)) not in held}
         self._stores: dict[Path, CheckpointStore] = {}
+        self._here: Regions | None = None
 
     def save(
         self,
@@ -93,7 +97,7 @@ class JobCheckpoints:
             check_folder(folder, "save_dir")
             return ClientState({}) if client_state is None else pack_client_state(client_state)
 
-        comm = self._job.comm
+        comm = self._job.world
         state = on_every_rank(comm, check, "save a checkpoint", (TypeError, ValueError))
         tag = _one_tag(comm, tag, self._job.config.checkpoint.tag_validation)
         left_out = self._frozen() if exclude_frozen else []
@@ -110,12 +114,12 @@ class JobCheckpoints:
 
         Raises CheckpointError, or ValueError where optimizer, schedule or data are others than those that were saved.
         """
-        comm = self._job.comm
+        comm = self._job.world
         on_every_rank(comm, lambda: check_folder(folder, "load_dir"), "load a checkpoint", (TypeError, ValueError))
-        if parts.custom is not None and self._job.config.zero_optimization.stage == 3:
+        if parts.custom is not None and (self._job.config.zero_optimization.stage == 3 or self._job.mesh is not None):
             raise ValueError(
-                "custom_load_fn writes to whole parameters, and at ZeRO stage 3 a rank has parts of them: load the "
-                "weights into the model before thinwire.initialize"
+                "custom_load_fn writes to a whole model, and a rank has parts of it here: load the weights into the "
+                "model before thinwire.initialize"
             )
         fault_of = partial(self._fault_of, parts)
         found = self._store(folder).load(tag, None, not parts.weights_only, fault_of)
@@ -132,7 +136,7 @@ class JobCheckpoints:
 
     def export(self, folder: str | os.PathLike[str], filename: str, exclude_frozen: bool = False) -> bool:
         """Write all weights and buffers in 16 bits to one file; see `write_weights`."""
-        comm = self._job.comm
+        comm = self._job.world
         on_every_rank(comm, lambda: check_folder(folder, "save_dir"), "write the model", (TypeError, ValueError))
         return write_weights(Path(folder) / filename, self._without_frozen(exclude_frozen), self._names.tied, comm)
 
@@ -140,7 +144,7 @@ class JobCheckpoints:
         """What `export` would write for torch.save, tied names too, on rank 0; None on other ranks. Collective."""
         tensors = {name: in_16_bits(one) for name, one in self._without_frozen(exclude_frozen).items()}
         tied = {alias: tensors[name] for alias, name in self._names.tied.items() if name in tensors}
-        return tensors | tied if self._job.comm.rank == 0 else None
+        return tensors | tied if self._job.world.rank == 0 else None
 
     def _without_frozen(self, exclude: bool) -> dict[str, Tensor]:
         left_out = self._frozen() if exclude else []
@@ -162,9 +166,9 @@ class JobCheckpoints:
         for name, parameter in self._parameters.items():
             _, dtype = self._names.description.parameters[name]
             tensor = whole(parameter, self._job.device).to(dtype)
-            if self._job.comm.rank == 0:
+            if self._job.world.rank == 0:
                 tensors[name] = tensor.cpu()
-        if self._job.comm.rank == 0:
+        if self._job.world.rank == 0:
             tensors |= {name: buffer.cpu() for name, buffer in self._buffers().items()}
         return tensors
 
@@ -200,7 +204,7 @@ class JobCheckpoints:
             return f"it is of another model: {difference}"
         if "optimizer" in used and parts.strict:
             try:
-                job.optimizer.check(found)
+                job.optimizer.check(found if self._here is None and "mesh" not in found.shared else self._source(found))
             except DamagedStateError as error:
                 return f"{MANIFEST} does not hold what an engine saves: {error}"
             except (ValueError, TypeError):
@@ -218,7 +222,7 @@ class JobCheckpoints:
         path = Path(folder).absolute()
         if path not in self._stores:
             settings = self._job.config.checkpoint
-            self._stores[path] = CheckpointStore(path, self._job.comm, settings.keep_last, settings.async_save)
+            self._stores[path] = CheckpointStore(path, self._job.world, settings.keep_last, settings.async_save)
         return self._stores[path]
 
     def _snapshot(
@@ -241,7 +245,7 @@ class JobCheckpoints:
             frozen=self._frozen(),
             left_out=list(left_out),
         )
-        own = client_state.tensors if job.comm.rank == 0 else {}
+        own = client_state.tensors if job.world.rank == 0 else {}
         rank_values: dict[str, Any] = {"random": random_values()}
         if job.loss_scale is not None and job.optimizer.steps_alone:  # of a worker
             rank_values["loss_scale"] = job.loss_scale.state()
@@ -251,7 +255,7 @@ class JobCheckpoints:
             rank_tensors=job.optimizer.rank_tensors() | random_tensors(job.device) | own,
             shared=shared,
             rank_values=rank_values,
-            buffers=self._buffers(),
+            buffers=self._buffers() if job.world.rank == 0 else {},
         )
 
     def _client_state(self, found: LoadedCheckpoint) -> dict[str, Any]:
@@ -285,23 +289,29 @@ class JobCheckpoints:
         """Weights and buffers, and the optimizer's state with them where it is wanted."""
         optimizer = self._job.optimizer
         self._keep_missing(found)
+        source = found if self._here is None and "mesh" not in found.shared else self._source(found)
         if not (parts.weights_only or parts.optimizer):
             optimizer.reset_state()
         if parts.optimizer and not parts.weights_only:
-            optimizer.load(found)
+            optimizer.load(source)
         elif parts.custom is None:
-            optimizer.load_weights(found)
+            optimizer.load_weights(source)
         with torch.no_grad():
             if parts.custom is not None:
-                parts.custom(src=_state_dict(found), dst=self._job.model)
+                parts.custom(src=state_dict_of(found), dst=self._job.model)
                 return
             for name, parameter in self._others.items():
                 if name in found.model.parameters:
-                    fill(parameter, partial(found.read, "weight", name))
+                    fill(parameter, partial(source.read, "weight", name))
             saved = found.buffers()
             for name, buffer in self._buffers().items():
                 if name in saved:
                     buffer.copy_(saved[name])
+
+    def _source(self, found: LoadedCheckpoint) -> SliceSource:
+        """What is here of a checkpoint, whichever ranks saved it."""
+        here = self._here or Regions(self._job.world, None, self._parameters)
+        return PartSource(found, here, self._job.comm, self._job.optimizer.counters())
 
     def _keep_missing(self, found: LoadedCheckpoint) -> None:
         """Let the checkpoint answer with the present values of what the optimizer holds and it lacks."""
@@ -347,16 +357,18 @@ class JobCheckpoints:
             load_schedule_state(job.schedule, saved_state)
         if parts.data_position and job.loader is not None and saved["data"] is not None:
             job.loader.load_state(saved["data"])
-        rank = job.comm.rank
+        rank, mesh = job.world.rank, found.shared.get("mesh")
+        alike = found.world_size == job.world.size and mesh == (self._here and self._here.sizes)
         if job.loss_scale is not None and saved["loss_scale"] is not None:
-            of_rank = found.rank_values(rank) if found.world_size == job.comm.size else {}
+            of_rank = found.rank_values(rank) if alike else {}
             job.loss_scale.load(of_rank.get("loss_scale", saved["loss_scale"]))
-        if found.world_size == job.comm.size and "random" in found.rank_values(rank):
+        if alike and "random" in found.rank_values(rank):
             saved_names = RANDOM_TENSORS & found.manifest.files[rank].rank_tensors.keys()
             tensors = {name: found.read_rank(name, rank) for name in saved_names}
             load_random_state(tensors, found.rank_values(rank)["random"], job.device)
         else:
-            reseed(job.config.seed, saved["progress"]["global_steps"], rank)
+            alike_on = max(1, job.config.tensor_parallel.autotp_size)
+            reseed(job.config.seed, saved["progress"]["global_steps"], rank // alike_on)
 
 
 class TagError(ValueError, AssertionError):
@@ -378,13 +390,3 @@ def _one_tag(comm: Communicator, tag: str, validation: str) -> str:
     if comm.rank == 0:
         warnings.warn(f"{what}: all of the checkpoint goes under rank 0's", RuntimeWarning, stacklevel=5)
     return tags[0]
-
-
-def _state_dict(found: LoadedCheckpoint) -> dict[str, Tensor]:
-    """Weights and buffers as a model's state_dict has them, tied names too."""
-    tensors = {
-        name: found.read("weight", name, 0, found.model.numel(name)).view(shape)
-        for name, (shape, _) in found.model.parameters.items()
-    }
-    tensors |= {alias: tensors[name] for alias, name in found.shared.get("tied", {}).items() if name in tensors}
-    return tensors | found.buffers()

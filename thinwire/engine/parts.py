@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from thinwire.comm import Communicator, LoggedCommunicator
 from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.config import EngineConfig
-from thinwire.engine.errors import CheckpointError
-from thinwire.engine.job_checkpoints import JobCheckpoints
 from thinwire.parallel import Pipeline, parallelize
 from thinwire.zero.fsdp import join_process_group
 
@@ -85,25 +83,6 @@ def part_of(
 
     on_every_rank(comm, check, "train its stage", (ValueError,))
     return ModelPart(part, replicas, moved, mesh, pipeline)
-
-
-class NoCheckpoints(JobCheckpoints):
-    """In the place of those of a whole model."""
-
-    def __init__(self) -> None:
-        pass
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        """Raise CheckpointError."""
-        raise CheckpointError(
-            "ranks hold parts of the model, which checkpoints cannot put together yet: save what engine.module has on "
-            'each rank by yourself, or leave out "pipeline" and "tensor_parallel"'
-        )
-
-    save = load = export = weights_in_16_bits = whole_weights = _refuse
-
-    def close(self) -> None:
-        """Nothing is being saved."""
 
 
 def _each(comm: Communicator, change: Callable[[], Any], what: str) -> Any:

@@ -83,7 +83,7 @@ class Pipeline:
 
         kind, places, parts = on_every_rank(self.comm, prepare, "split the model into stages", (ValueError,))
         mine = places[self.comm.rank]
-        self.modules = StageModules({str(number): parts[number] for number in mine})
+        self.modules = StageModules({str(number): parts[number] for number in mine}, model)
         self._ties = self._tie([[parts[number] for number in of_rank] for of_rank in places])
         options: dict[str, Any] = {"group": group, "activations": activations, "gradients": gradients}
         stages = [CompressedStage(parts[number], number, len(parts), device, **options) for number in mine]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -49,7 +49,18 @@ class HuggingFaceStage(nn.Module):
 
 
 class StageModules(nn.ModuleDict):
-    """The stages that a rank has, by their numbers; modules, parameters and buffers have the whole model's names."""
+    """The stages of a `whole` model that are here, by number; modules, parameters and buffers have the names it has."""
+
+    def __init__(self, parts: Mapping[str, nn.Module], whole: nn.Module) -> None:
+        super().__init__(parts)
+        self._names = {id(one): name for name, one in whole.named_parameters()}
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Go through the parameters that are here, each under the first name that the model has for it."""
+        for name, one in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield prefix + self._names.get(id(one), name), one
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

@@ -271,8 +271,8 @@ def warn_of_lost_residuals(source: SliceSource, comm: Communicator) -> None:
     saved_by = f"rank {source.rank}" if isinstance(source, OneRankState) else "a job"
     warnings.warn(
         f"this state was saved by {saved_by} of {source.world_size} and is loaded by rank {comm.rank} of {comm.size}, "
-        "or on other nodes: error-feedback residuals belong to one rank, so they start from zero here. To keep them, "
-        "save and load state_dict() on every rank",
+        "on other nodes, or as another part of the model: error-feedback residuals belong to one rank, so they start "
+        "from zero here. To keep them, save and load state_dict() on every rank",
         RuntimeWarning,
         stacklevel=6,
     )

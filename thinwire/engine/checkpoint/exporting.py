@@ -334,3 +334,13 @@ def _in_words(description: dict[str, Any]) -> str:
     }
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def state_dict_of(found: LoadedCheckpoint) -> dict[str, Tensor]:
+    """Weights and buffers as a model's state_dict has them, tied names too."""
+    tensors = {
+        name: found.read("weight", name, 0, found.model.numel(name)).view(shape)
+        for name, (shape, _) in found.model.parameters.items()
+    }
+    tensors |= {alias: tensors[name] for alias, name in found.shared.get("tied", {}).items() if name in tensors}
+    return tensors | found.buffers()

@@ -36,6 +36,7 @@ from thinwire.engine.checkpoint.manifest import (
     manifest_bytes,
 )
 from thinwire.engine.checkpoint.pickles import is_pickle, refuse_pickle, refuse_pickles
+from thinwire.engine.checkpoint.regions import ONE_VALUE, Cut
 from thinwire.engine.errors import CheckpointError
 from thinwire.zero import SliceSource
 
@@ -45,20 +46,23 @@ class LoadedCheckpoint:
 
     It reads from `held` alone, what was verified, and closes it: `close`, or leaving a `with`, ends all reading.
     `path` is where the checkpoint was found, `shared` holds the JSON values of the whole job, `model` describes the
-    model that was saved by `world_size` ranks. `kept`, if set, answers for parameters that are not in it.
+    model that was saved by `world_size` ranks, of which some lie in `cuts`. `kept`, if set, answers for parameters that
+    are not in it.
 
     Reading raises CheckpointError where a file can no longer be read.
     """
 
     def __init__(self, held: HeldFolder, tag: str, manifest: Manifest) -> None:
-        self.path = held.path
-        self.tag = tag
+        self.path, self.tag = held.path, tag
         self.manifest = manifest
-        self.shared = manifest.shared
-        self.model = manifest.model
+        self.shared, self.model = manifest.shared, manifest.model
         self.world_size = manifest.world_size
         self.kept: SliceSource | None = None
+        self.cuts = dict[str, Cut]()
+        if "cuts" in self.shared:
+            self.cuts |= {name: Cut(*one) for name, one in self.shared["cuts"].items()}
         self._held = held
+        self._last: tuple[tuple[str, str], Tensor] | None = None
         self._entries: dict[tuple[str, str], list[SliceEntry]] = defaultdict(list)
         for entry in sorted(manifest.slices, key=lambda entry: (entry.start, entry.numel)):
             self._entries[entry.kind, entry.name].append(entry)
@@ -87,14 +91,18 @@ class LoadedCheckpoint:
         entries = self._entries.get((kind, name))
         return DTYPES[entries[0].dtype] if entries else None
 
-    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """These values, [numel] on the CPU; KeyError if no rank saved them."""
+    def read(self, kind: str, name: str, start: int, numel: int, *, in_parts: bool = False) -> Tensor:
+        """These values, [numel] on the CPU; KeyError if no rank saved them. `in_parts`: of what is cut part by part."""
+        if name in self.cuts and not in_parts and not kind.startswith(ONE_VALUE):
+            if self._last is None or self._last[0] != (kind, name):
+                parts = self.read(kind, name, 0, self.model.numel(name), in_parts=True)
+                self._last = (kind, name), self.cuts[name].put_together(parts, self.model.parameters[name][0])
+            return self._last[1][start : start + numel]
         if self.kept is not None and name not in self.model.parameters:
             return self.kept.read(kind, name, start, numel)
         if kind == "weight" and numel == 0 and name in self.model.parameters and not self.model.numel(name):
             return torch.empty(0, dtype=self.model.parameters[name][1])  # an empty parameter is in no slice
-        entries = self._entries.get((kind, name))
-        stop = start + numel
+        entries, stop = self._entries.get((kind, name)), start + numel
         if not entries or start < 0 or numel < 0 or stop > entries[-1].start + entries[-1].numel:
             raise KeyError(f"elements {start} to {stop} of {kind} of {name!r} are not in checkpoint {self.tag!r}")
         runs: list[Tensor] = []

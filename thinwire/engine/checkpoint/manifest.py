@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, GetCoreSchemaHandler, Strict, TypeAdapter, ValidationError
@@ -26,6 +26,7 @@ from typing_extensions import TypedDict
 
 from thinwire.comm.errors import first_fault
 from thinwire.engine.checkpoint.files import DTYPES, NotAFileError, dtype_name, read_file
+from thinwire.engine.checkpoint.regions import fault_of_regions
 from thinwire.engine.errors import CheckpointError
 from thinwire.zero import SavedSlice
 
@@ -253,16 +254,15 @@ class Manifest:
         for (kind, name), entries in groups.items():
             if problem := _fault(entries, self.model.numel(name, kind)):
                 return f"{kind} of {name!r}: {problem}"
-        for name in self.model.parameters:
-            if self.model.numel(name) and not groups.keys() & {("weight", name), ("master", name)}:
+        for name in filter(self.model.numel, self.model.parameters):
+            if not groups.keys() & {("weight", name), ("master", name)}:
                 return f"no rank gave a weight of {name!r}"
         for alias, name in self.shared.get("tied", {}).items():
             if alias in self.model.parameters or name not in self.model.parameters:
-                return (
-                    f"shared.tied has {alias!r} as another name of {name!r}: the first must be none, the second a "
-                    "parameter"
-                )
-        return None
+                what = f"shared.tied has {alias!r} as another name of {name!r}"
+                return f"{what}: the first must be none, the second a parameter"
+        whole = {"mesh", "cuts"}.isdisjoint(self.shared)
+        return None if whole else fault_of_regions(self.shared, self.model.parameters, self.world_size)
 
 
 class _Shared(TypedDict, total=False):
@@ -271,6 +271,8 @@ class _Shared(TypedDict, total=False):
     tied: dict[Text, Text]
     frozen: list[Text]
     progress: dict[Text, Any]
+    mesh: dict[Literal["pp", "dp", "tp"], Count]
+    cuts: dict[Text, tuple[Count, Count, Count]]
 
 
 _MANIFEST = TypeAdapter(Manifest)
@@ -297,7 +299,6 @@ def manifest_bytes(path: Path, folder: int | None = None) -> bytes:
 _RANK_FILE = re.compile(r"rank-.*\.safetensors", re.DOTALL)
 # A folder's name while a save is in flight or being undone; the hexadecimal number is the save's own.
 HIDDEN = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{8}\.(?P<state>partial|replaced|removed)(\.unfinished)?", re.DOTALL)
-
 
 _LONGEST_TAG = 200
 

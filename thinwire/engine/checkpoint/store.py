@@ -364,9 +364,8 @@ def write_rank_file(folder: Path, rank: int, snapshot: Snapshot) -> None:
         tensors[key] = one.tensor
     tensors |= {RANK_KEY.format(key): tensor for key, tensor in snapshot.rank_tensors.items()}
     rank_keys = {key: RANK_KEY.format(key) for key in snapshot.rank_tensors}
-    buffers = snapshot.buffers if rank == 0 else {}
-    tensors |= {BUFFER_KEY.format(key): tensor for key, tensor in buffers.items()}
-    buffer_keys = {key: BUFFER_KEY.format(key) for key in buffers}
+    tensors |= {BUFFER_KEY.format(key): tensor for key, tensor in snapshot.buffers.items()}
+    buffer_keys = {key: BUFFER_KEY.format(key) for key in snapshot.buffers}
     size, sha256 = write_tensors(folder / name, tensors)
     file = RankFile(name, size, sha256, entries, rank_keys, buffer_keys, snapshot.rank_values)
     write_whole(receipt_in(folder, rank), json.dumps(RANK_FILE.dump_python(file)).encode())

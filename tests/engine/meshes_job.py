@@ -1,0 +1,102 @@
+"""``python -m tests.engine.meshes_job FOLDER``: four ranks save on one mesh, load on another."""
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.parallel.training import RATE, batches, gpt2
+from tests.refusing import refused
+from thinwire import comm, initialize
+from thinwire.engine import CheckpointError
+
+PROGRAM = ("-m", "tests.engine.meshes_job")
+ROWS, BEFORE, AFTER = 3, 6, 3
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01}},
+    "OneBitAdam": {"type": "OneBitAdam", "params": {"lr": RATE, "freeze_step": 4}},
+}
+MESHES = {"pp2xdp2": (2, 1), "dp2xtp2": (1, 2), "pp2xtp2": (2, 2), "tp4": (1, 4), "pp4": (4, 1), "dp4": (1, 1)}
+PAIRS = [*zip(MESHES, [*MESHES][1:], strict=False), ("dp4", "pp2xdp2"), ("pp2xdp2", "pp2xdp2")]
+
+
+def build(optimizer: str, stages: int, cut: int, replicas: int, **config: Any) -> Any:
+    parts = {"pipeline": {"stages": stages}, "tensor_parallel": {"autotp_size": cut}} if stages * cut > 1 else {}
+    settings = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": 4 // replicas,
+        "optimizer": OPTIMIZERS[optimizer],
+        "gradient_clipping": 1.0,
+        **parts,
+        **config,
+    }
+    return initialize(model=gpt2(), config=settings)[0]
+
+
+def stream(replicas: int, rank: int, skipped: int) -> Iterator[dict[str, Tensor]]:
+    """Of four streams a replica's share, from the step `skipped` on: every mesh sees the same in a step."""
+    mine = [batches(number) for number in range(rank, 4, replicas)]
+    for one in mine:
+        for _ in range(skipped):
+            next(one)
+    while True:
+        for one in mine:
+            yield next(one)
+
+
+def losses(engine: Any, skipped: int, steps: int) -> list[float]:
+    taken = stream(engine.comm.size, engine.comm.rank, skipped)
+    return [float(engine.train_batch(taken)) for _ in range(steps)]
+
+
+def train_and_save(engine: Any, folder: str, tag: str) -> list[float]:
+    losses(engine, 0, BEFORE)
+    assert engine.save_checkpoint(folder, tag)
+    return losses(engine, BEFORE, AFTER)
+
+
+def on(mesh: str, optimizer: str) -> Any:
+    stages, cut = MESHES[mesh]
+    return build(optimizer, stages, cut, 4 // (stages * cut), zero_optimization={"stage": int(stages == 2)})
+
+
+def main(folder: str) -> None:
+    expected_of_adamw: list[float] = []
+    for optimizer, tolerance, meshes in (("AdamW", 1e-5, [*MESHES]), ("OneBitAdam", 0.01, ["pp2xdp2", "dp2xtp2"])):
+        expected = {mesh: train_and_save(on(mesh, optimizer), folder, f"{optimizer}-{mesh}") for mesh in meshes}
+        for saved, loading in (pair for pair in PAIRS if {*pair} <= {*meshes}):
+            engine = on(loading, optimizer)
+            quiet = pytest.warns(RuntimeWarning, match="another part of the model") if saved != loading else None
+            with quiet if quiet is not None and optimizer != "AdamW" else contextlib.nullcontext():
+                engine.load_checkpoint(folder, f"{optimizer}-{saved}")
+            assert engine.global_steps == BEFORE
+            found = losses(engine, BEFORE, AFTER)
+            exact = 0.0 if saved == loading else tolerance
+            assert found == pytest.approx(expected[saved], rel=exact, abs=0), (optimizer, saved, loading)
+        expected_of_adamw = expected["dp4"] if optimizer == "AdamW" else expected_of_adamw
+        whole = engine.whole_state_dict()
+        if dist.get_rank() == 0:
+            assert {*whole} == {name for name, _ in gpt2().named_parameters()}
+    engine = on("pp2xtp2", "AdamW")
+    engine.load_checkpoint(folder, "alone")
+    assert losses(engine, BEFORE, AFTER) == pytest.approx(expected_of_adamw, rel=1e-5)
+    path = Path(folder) / "AdamW-pp2xtp2" / "rank-00003.safetensors"
+    comm.init().barrier()
+    if dist.get_rank() == 0:
+        path.write_bytes(path.read_bytes()[:-1])
+    comm.init().barrier()
+    refused(CheckpointError, "rank-00003.safetensors has", engine.load_checkpoint, folder, "AdamW-pp2xtp2")
+
+
+if __name__ == "__main__":
+    comm.init(backend="gloo", timeout=60.0)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    main(*sys.argv[1:])

@@ -1,0 +1,44 @@
+"""Checkpoints of ranks that hold parts of a model load on any others, in real processes: see `meshes_job`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine.meshes_job import AFTER, BEFORE, PROGRAM, build, losses
+from tests.launching import Jobs
+from tests.parallel.training import gpt2
+from thinwire.__main__ import main
+from thinwire.engine.checkpoint.regions import Cut
+
+
+@pytest.mark.launch
+def test_what_one_mesh_saves_goes_on_on_any_other(jobs: Jobs, tmp_path: Path) -> None:
+    alone = build("AdamW", 1, 1, 1)
+    losses(alone, 0, BEFORE)
+    assert alone.save_checkpoint(str(tmp_path), "alone")
+    expected = losses(alone, BEFORE, AFTER)
+    done = jobs.torchrun(4, *PROGRAM, str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, mesh, tolerance in (("AdamW", "pp2xdp2", 1e-5), ("AdamW", "tp4", 1e-5), ("OneBitAdam", "dp2xtp2", 0.01)):
+        engine = build(name, 1, 1, 1)
+        engine.load_checkpoint(str(tmp_path), f"{name}-{mesh}")
+        assert losses(engine, BEFORE, AFTER) == pytest.approx(expected, rel=tolerance)
+    assert (
+        main(["checkpoint", "export", str(tmp_path), str(tmp_path / "exported"), "--tag", "AdamW-tp4", "--tied"]) == 0
+    )
+    written = load_file(tmp_path / "exported" / "model.safetensors")
+    engine = build("AdamW", 1, 1, 1)
+    engine.load_checkpoint(str(tmp_path), "AdamW-tp4")
+    assert {*written} == {*gpt2().state_dict()}
+    for key, value in engine.module.state_dict().items():
+        assert torch.equal(written[key], value), key
+
+
+@pytest.mark.parametrize(("shape", "cut"), [((5, 3), Cut(0, 2)), ((4, 6), Cut(1, 3)), ((2, 12), Cut(1, 2, 3))])
+def test_parts_of_a_matrix_are_put_together(shape: tuple[int, int], cut: Cut) -> None:
+    whole = torch.randn(shape)
+    matrices = [one.chunk(cut.parts, cut.dim) for one in whole.chunk(cut.matrices, cut.dim)]
+    parts = [torch.cat(of_part, cut.dim).reshape(-1) for of_part in zip(*matrices, strict=True)]
+    assert torch.equal(cut.put_together(torch.cat(parts), shape).view(shape), whole)
