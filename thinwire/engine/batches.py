@@ -4,6 +4,7 @@ after the other."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,15 +84,10 @@ class GlobalBatches:
         return self._own
 
     def _take(self, batches: Iterator[Any], count: int) -> list[Any]:
-        def take() -> list[Any]:
-            taken = next_batches(batches, count)
-            for one in taken:
-                self._check(one)
-            return taken
-
+        take = partial(next_batches, batches, count, self._checked)
         return on_every_rank(self._job.world, take, "read micro-batches", (ValueError, StopIteration))
 
-    def _check(self, batch: Any) -> None:
+    def _checked(self, batch: Any) -> Any:
         if self._job.loss_fn is None and not isinstance(batch, Mapping):
             raise ValueError(
                 f"a micro-batch is a {type(batch).__name__}, and the model's loss of it is not known: give the names "
@@ -99,6 +95,7 @@ class GlobalBatches:
             )
         if self._job.loss_fn is not None and not (isinstance(batch, tuple | list) and len(batch) == 2):
             raise ValueError(f"with loss_fn a micro-batch is a pair, inputs and targets; got {type(batch).__name__}")
+        return batch
 
     def _loss(self, batch: Any) -> Tensor:
         loss_fn = self._job.loss_fn

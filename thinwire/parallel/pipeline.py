@@ -190,7 +190,7 @@ class Pipeline:
 
     def _next(self, batches: Iterator[Any]) -> tuple[list[Tensor], dict[str, Tensor], list[Any]]:
         """A global batch: the first stage's inputs, what every stage gets, and the targets of each micro-batch."""
-        taken = [self._read_batch(batch) for batch in next_batches(batches, self.micro_batches)]
+        taken = next_batches(batches, self.micro_batches, self._read_batch)
         read = [given for given, _ in taken]
         # Torch finds shapes out in a first step, and anew where training and evaluation take turns.
         mode = torch.is_grad_enabled()
@@ -231,11 +231,14 @@ class Pipeline:
         return ties
 
 
-def next_batches(batches: Iterator[Any], count: int) -> list[Any]:
-    """The next micro-batches. Raises StopIteration where there are none, ValueError where there are fewer."""
+def next_batches(batches: Iterator[Any], count: int, read: Callable[[Any], Any]) -> list[Any]:
+    """What `read` makes of the next micro-batches, which raises ValueError for one that is amiss.
+
+    Raises StopIteration where there are none, ValueError where there are fewer.
+    """
     if not hasattr(batches, "__next__"):
         raise ValueError(f"batches must be an iterator, not a {type(batches).__name__}: give iter(...) of it")
-    taken = list(itertools.islice(batches, count))
+    taken = [read(batch) for batch in itertools.islice(batches, count)]
     if not taken:
         raise StopIteration
     if len(taken) < count:
