@@ -1,5 +1,6 @@
 """What codecs between the stages of a pipeline cost: the loss of a small GPT whose activations and their gradients are
-rounded where stages would meet, as `thinwire.parallel.CompressedStage` rounds them. In one process: nothing is sent.
+rounded where stages would meet, as `thinwire.parallel.CompressedStage` rounds them; and of one whose activations are
+kept in a subspace, so that few numbers say all of them. In one process: nothing is sent.
 
     python -m experiments.convergence.pipeline_codecs
 """
@@ -72,6 +73,9 @@ CONTENDERS: dict[str, tuple[Rounding, Rounding]] = {
 }
 """By name: what rounds activations, and what their gradients."""
 
+SUBSPACES = {f"subspace of {kept}": kept for kept in (32, 16, 8)}
+"""By name: of how many dimensions, of the model's `width`."""
+
 
 class _Boundary(torch.autograd.Function):
     @staticmethod
@@ -82,6 +86,41 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
         return None, None, ctx.back(gradient)
+
+
+class _Subspace:
+    """What blocks add to activations, up to the last boundary, lies in a random subspace that all stages know (Protocol
+    Models, arXiv 2506.01260, with the subspace as it began). A stage then sends an activation less what its character
+    and place began as, in the subspace's coordinates, and gets its gradient back in them: nothing is lost but for what
+    the model cannot learn.
+    """
+
+    def __init__(self, model: CharacterModel, kept: int, last: int, seed: int) -> None:
+        width = model.head.in_features
+        random = torch.Generator().manual_seed(seed)
+        self._basis = torch.linalg.qr(torch.randn(width, kept, generator=random)).Q  # [width, kept]
+        tables = (model.characters, model.places)
+        self._tables = [(one.weight, one.weight.detach().clone()) for one in tables]  # and as it began
+        self._writers = [one.weight for block in list(model.blocks)[: last + 1] for one in (block.mix, block.narrow)]
+        self._known = torch.empty(0)
+        model.register_forward_pre_hook(self._look_up)
+        self.project()
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Put what was learned into the subspace: after every step of an optimizer."""
+        for weight, began in self._tables:
+            weight.copy_(began + (weight - began) @ self._basis @ self._basis.T)
+        for weight in self._writers:
+            weight.copy_(self._basis @ (self._basis.T @ weight))
+
+    def send(self, _block: Any, _given: Any, hidden: Tensor) -> Tensor:
+        """What the next stage makes of what arrives: a forward hook."""
+        return self._known + (hidden - self._known) @ self._basis @ self._basis.T
+
+    def _look_up(self, _model: Any, given: tuple[Tensor, ...]) -> None:
+        (_, characters), (_, places) = self._tables
+        self._known = characters[given[0]] + places[: given[0].shape[1]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if (name, stages, number) in done:
                     continue
                 started = time.process_time()
-                loss = _train(task, stages, CONTENDERS[name], options.steps, number)
+                loss = _train(task, stages, name, options.steps, number)
                 spent = time.process_time() - started
                 print(f"{name:24} {stages} stages, seed {number}: {loss:.4f}, {spent:.0f} s of CPU", flush=True)
                 found["runs"].append({"codecs": name, "stages": stages, "seed": number, "loss": loss})
@@ -117,12 +156,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _train(task: NextCharacterTask, stages: int, rounding: tuple[Rounding, Rounding], steps: int, seed: int) -> float:
-    """The validation loss in the end, nats a character; boundaries round then as they did before."""
+def _train(task: NextCharacterTask, stages: int, name: str, steps: int, seed: int) -> float:
+    """The validation loss in the end, nats a character; boundaries do then as they did before."""
     model = task.build_model(seed)
     between = _SIZE.layers // stages
-    for block in list(model.blocks)[between - 1 : -1 : between]:
-        block.register_forward_hook(lambda _module, _given, hidden: _Boundary.apply(*rounding, hidden))
+    boundaries = range(between - 1, _SIZE.layers - 1, between)
+    subspace = _Subspace(model, SUBSPACES[name], boundaries[-1], seed) if name in SUBSPACES else None
+    for number in boundaries:
+        send = partial(_round, CONTENDERS[name]) if subspace is None else subspace.send
+        model.blocks[number].register_forward_hook(send)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
     warmup = steps // 10
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -134,7 +176,13 @@ def _train(task: NextCharacterTask, stages: int, rounding: tuple[Rounding, Round
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
+        if subspace is not None:
+            subspace.project()
     return _validate(task, model)
+
+
+def _round(rounding: tuple[Rounding, Rounding], _block: Any, _given: Any, hidden: Tensor) -> Any:
+    return _Boundary.apply(*rounding, hidden)
 
 
 @torch.no_grad()
@@ -145,9 +193,10 @@ def _validate(task: NextCharacterTask, model: CharacterModel) -> float:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("experiments.convergence.pipeline_codecs", "Shows what codecs between stages of a pipeline cost.")
+    both = [*CONTENDERS, *SUBSPACES]
     parser.add_argument("--steps", type=positive, default=400)
     parser.add_argument("--seeds", type=seed, default=1)
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS], metavar="NAME")
+    parser.add_argument("--contenders", nargs="+", choices=both, default=both, metavar="NAME")
     parser.add_argument("--output", type=Path, default=OUTPUT / "pipeline_codecs.json", help="the JSON file")
     return parser.parse_args(arguments)
 
