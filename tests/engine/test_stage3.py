@@ -319,7 +319,7 @@ def bad_models(comm: Communicator, folder: Path) -> None:
     if comm.size > 1:
         part = comm.split(comm.rank)
         assert part is not None
-        with pytest.raises(ValueError, match="over all ranks of the job"):
+        with pytest.raises(ValueError, match="takes all ranks of the job"):
             initialize(model=Tiny(), comm=part, config=settings(3))
 
 

@@ -13,8 +13,9 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ from typing_extensions import override
 
 from thinwire.comm.collectives import Pending, ReduceOp
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.errors import ROLL_CALL_SECONDS, Call, RollCall
+from thinwire.comm.errors import ROLL_CALL_SECONDS, Call, CommunicationError, RollCall
 from thinwire.comm.pairwise import LEAST_CHUNK_BYTES, Pairwise, all_gather, all_to_all
 
 Result = TypeVar("Result")
@@ -181,6 +182,22 @@ class TorchCommunicator(Communicator):
         # The group's destructor waits for transfers that may never end, so that it must never run.
         if self._let_go.detach() is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+    @contextmanager
+    def transfers(self, name: str) -> Iterator[None]:
+        """Have failures of transfers between these ranks that torch starts inside be this communicator's, of a call
+        `name`: they tell which ranks are missing. Every rank enters it as often."""
+        self._raise_earlier_failure()
+        self._sequence += 1
+        call = Call(self._sequence, name)
+        try:
+            yield
+        except RuntimeError as error:
+            # Gloo's are of no class of their own; others may be what a model raises.
+            of_transport = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+            if isinstance(error, CommunicationError) or not of_transport:
+                raise
+            raise self._fail(call, cause=error) from error
 
     def _alarmed(self) -> bool:
         """Whether a rank has opened a roll call, or the store is lost, which is a failure as well."""

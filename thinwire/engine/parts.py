@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroupGloo
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from thinwire.comm import Communicator, LoggedCommunicator
 from thinwire.comm.agreement import on_every_rank
+from thinwire.comm.torch_backend import group_timeout
 from thinwire.engine.config import EngineConfig
 from thinwire.parallel import Pipeline, parallelize
 from thinwire.zero.fsdp import join_process_group
@@ -46,7 +48,7 @@ def part_of(
     instead = 'leave out "pipeline" and "tensor_parallel"'
     joined = join_process_group(comm, device, "a model that several ranks hold together", instead)
     sizes = (stages, joined.size // (stages * cut), cut)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
+    mesh = _mesh(device, sizes, comm.timeout)
     replicas = Communicator.of(mesh["dp"], comm.timeout)
     replicas.speaks = comm.speaks
     if isinstance(comm, LoggedCommunicator):
@@ -83,6 +85,17 @@ def part_of(
 
     on_every_rank(comm, check, "train its stage", (ValueError,))
     return ModelPart(part, replicas, moved, mesh, pipeline)
+
+
+def _mesh(device: torch.device, sizes: tuple[int, int, int], timeout: float) -> DeviceMesh:
+    """Make the mesh; under Gloo its groups wait for as long as the job does, where torch would for half an hour."""
+    names = ("pp", "dp", "tp")
+    backends: dict[int | str, Any] = {}
+    if device.type == "cpu":
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = group_timeout(timeout)
+        backends = {name: ("gloo", options) for name in names}
+    return init_device_mesh(device.type, sizes, mesh_dim_names=names, backend_override=backends)
 
 
 def _each(comm: Communicator, change: Callable[[], Any], what: str) -> Any:

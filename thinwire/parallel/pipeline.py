@@ -66,7 +66,7 @@ class Pipeline:
     ) -> None:
         named = {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
         group = named["pp"] if mesh is not None else None
-        self.comm: Communicator = TorchCommunicator(group)
+        self.comm = TorchCommunicator(group)
         averaging = TorchCommunicator(named["dp"]) if "dp" in named else None
         self._averaging = averaging if averaging is not None and averaging.size > 1 else None
         self.micro_batches = micro_batches
@@ -173,13 +173,14 @@ class Pipeline:
             self.comm, lambda: self._next(batches), "read micro-batches", (ValueError, StopIteration)
         )
         losses: list[Tensor] = []
-        schedule(
-            *(given if self._first else ()),
-            target=torch.arange(self.micro_batches) if self._last else None,
-            losses=losses,
-            return_outputs=False,
-            **others,
-        )
+        with self.comm.transfers("a pipeline's schedule"):
+            schedule(
+                *(given if self._first else ()),
+                target=torch.arange(self.micro_batches) if self._last else None,
+                losses=losses,
+                return_outputs=False,
+                **others,
+            )
         loss = torch.zeros((), device=given[0].device)
         if self._last:
             loss += torch.stack(losses).sum().detach() / self.loss_scale
