@@ -191,9 +191,13 @@ def _print(content: dict[str, Any]) -> None:
 def draw(content: Mapping[str, Any], path: Path) -> None:
     """Draws what the JSON holds."""
     figure = Figure(figsize=(12, 5.6))
-    best = max(row["beside_bf16"] for setting in content["wires"] for row in setting["rows"])
+    best, replicated = (
+        max((row["beside_bf16"] for setting in content[kind] for row in setting["rows"]), default=1.0)
+        for kind in ("wires", "replicas")
+    )
     worst = max(abs(one["error"]) for one in content["bubbles"] if one["schedule"] in _SCHEDULES[:4])
     title = f"Packets between stages: up to {best:.1f}x the tokens of bf16"
+    title += f", {replicated:.1f}x with replicas in 1 bit" if content["replicas"] else ""
     note = (
         f"Schedules of whole backwards are idle as their order says, to {worst:.0%}. Stages wait in place of computing"
     )
