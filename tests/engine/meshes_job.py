@@ -1,6 +1,9 @@
-"""``python -m tests.engine.meshes_job FOLDER``: four ranks save on one mesh, load on another."""
+"""``python -m tests.engine.meshes_job FOLDER``: four ranks save on one mesh, load on another; ``FOLDER MESH``: the last
+rank is killed in a step."""
 
 import contextlib
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -95,8 +98,19 @@ def main(folder: str) -> None:
     refused(CheckpointError, "rank-00003.safetensors has", engine.load_checkpoint, folder, "AdamW-pp2xtp2")
 
 
+def lose(folder: str, mesh: str) -> None:
+    """The last rank is killed in the backward of a step, after one that was saved."""
+    engine = on(mesh, "AdamW")
+    losses(engine, 0, 1)
+    assert engine.save_checkpoint(folder)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        parameter = next(engine.module.parameters())
+        parameter.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+    losses(engine, 1, 1)
+
+
 if __name__ == "__main__":
     comm.init(backend="gloo", timeout=60.0)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    main(*sys.argv[1:])
+    (lose if sys.argv[2:] else main)(*sys.argv[1:])

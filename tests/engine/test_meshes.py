@@ -36,6 +36,18 @@ def test_what_one_mesh_saves_goes_on_on_any_other(jobs: Jobs, tmp_path: Path) ->
         assert torch.equal(written[key], value), key
 
 
+@pytest.mark.launch
+@pytest.mark.parametrize("mesh", ["dp2xtp2", "pp2xtp2"])
+def test_a_lost_rank_is_named_and_the_last_checkpoint_loads(jobs: Jobs, tmp_path: Path, mesh: str) -> None:
+    for survivor in jobs.orphans(4, *PROGRAM, str(tmp_path), mesh, victim=3):
+        assert survivor.returncode != 0
+        error = next(line for line in survivor.stdout.splitlines() if "thinwire.comm.errors.Communication" in line)
+        assert "rank 3 did not answer" in error
+    engine = build("AdamW", 1, 1, 1)
+    assert engine.load_checkpoint(str(tmp_path))[0] is not None
+    assert engine.global_steps == 1
+
+
 @pytest.mark.parametrize(("shape", "cut"), [((5, 3), Cut(0, 2)), ((4, 6), Cut(1, 3)), ((2, 12), Cut(1, 2, 3))])
 def test_parts_of_a_matrix_are_put_together(shape: tuple[int, int], cut: Cut) -> None:
     whole = torch.randn(shape)

@@ -26,14 +26,6 @@ def test_a_pipeline_trains_as_one_process_does(jobs: Jobs, ranks: int, task: str
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.launch
-def test_a_lost_stage_is_named(jobs: Jobs) -> None:
-    (survivor,) = jobs.orphans(2, *PROGRAM, "lose", victim=1)
-    assert survivor.returncode != 0
-    assert "a pipeline's schedule" in survivor.stdout
-    assert "on rank 0 of 2: rank 1 did not answer" in survivor.stdout
-
-
 @pytest.mark.parametrize(("stages", "sizes"), [(1, [31]), (2, [16, 15]), (3, [11, 10, 10]), (4, [11, 5, 5, 10])])
 def test_the_largest_stage_is_as_small_as_can_be(stages: int, sizes: list[int]) -> None:
     layers = [nn.Linear(width, 1, bias=False) for width in (11, 5, 5, 10)]

@@ -3,8 +3,6 @@
 import contextlib
 import copy
 import math
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -125,16 +123,6 @@ def sequential() -> None:
         for _ in range(40)
     ]
     assert losses[-1] < losses[0] / 2
-
-
-def lose() -> None:
-    """Rank 1 is lost in the backward of its stage, in the second step."""
-    pipeline = Pipeline(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), 2, loss_fn=LOSS)
-    stream = iter([(torch.ones(2, 3), torch.ones(2, 3))] * 4)
-    pipeline.train_batch(stream)
-    if pipeline.comm.rank == 1:
-        next(pipeline.parameters()).register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
-    pipeline.train_batch(stream)
 
 
 def same_replicas(mesh: DeviceMesh, pipeline: Pipeline) -> None:

@@ -12,9 +12,10 @@ from typing import TypeVar
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from thinwire.comm.attendance import in_background
 from thinwire.comm.collectives import check_timeout
 from thinwire.comm.errors import CommunicationError
-from thinwire.comm.torch_backend import in_background, serve_store
+from thinwire.comm.torch_backend import serve_store
 
 MEETING_PLACE = "THINWIRE_MEETING"
 """The environment variable that says where workers meet."""

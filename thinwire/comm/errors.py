@@ -63,11 +63,15 @@ class Call:
 
 @dataclass(frozen=True)
 class RollCall:
-    """The outcome of a roll call: where each rank that answered stands, who did not, and a remark."""
+    """The outcome of a roll call: where each rank that answered stands, who did not, and a remark.
+
+    `lost`: ranks by their numbers in the job, of this group or not, where it is known which have left it.
+    """
 
     answers: Mapping[int, Call]
     absent: tuple[int, ...]
     remark: str = ""
+    lost: tuple[int, ...] = ()
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -84,7 +88,7 @@ def describe_failure(
     ``timeout`` is the seconds waited when the call timed out, None when it failed at once; ``cause`` is
     what the transport said, if anything.
     """
-    blamed = tuple(global_ranks[other] for other in roll_call.absent)
+    blamed = roll_call.lost or tuple(global_ranks[other] for other in roll_call.absent)
     differing = {global_ranks[other]: one for other, one in sorted(roll_call.answers.items()) if one != call}
     if blamed:
         reason = f"{name_ranks(blamed)} did not answer: dead, stopped or busy elsewhere"

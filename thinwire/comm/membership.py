@@ -1,7 +1,6 @@
 """Membership of an elastic job: generations of workers, each agreed on through a store that no worker serves. A worker
-is a process, or a node, whose first rank agrees with the other workers.
-
-docs/internals/elastic.md says what is assumed, and why no worker hangs and no two halves of a job go on by themselves.
+is a process, or a node, whose first rank agrees with the other workers. docs/internals/elastic.md says what is assumed,
+and why no worker hangs and no two halves of a job go on by themselves.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from thinwire.comm import threads
+from thinwire.comm.attendance import in_background
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.elastic import Elastic, LimitedStore, MembershipError
 from thinwire.comm.errors import CommunicationError
 from thinwire.comm.relay import Relay, WorkerGroup
-from thinwire.comm.torch_backend import GenerationCommunicator, connect, in_background
+from thinwire.comm.torch_backend import GenerationCommunicator, connect
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

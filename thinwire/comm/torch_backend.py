@@ -10,15 +10,13 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,37 +25,14 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from thinwire.comm.attendance import Attendance, attend, attendance_of, within
 from thinwire.comm.collectives import Pending, ReduceOp
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.errors import ROLL_CALL_SECONDS, Call, CommunicationError, RollCall
 from thinwire.comm.pairwise import LEAST_CHUNK_BYTES, Pairwise, all_gather, all_to_all
 
-Result = TypeVar("Result")
-
 _POLL_SECONDS = 0.05
 _STORE_SECONDS = 1.0
-
-
-def in_background(ask: Callable[[], Result]) -> Future[Result]:
-    """Call it on a daemon thread: a process that gives up on its peers must be able to end."""
-    answer: Future[Result] = Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(ask())
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return answer
-
-
-def within(seconds: float, ask: Callable[[], Result]) -> Result | None:
-    """``ask()``, or None if it takes longer than ``seconds``; its exception if it raises one."""
-    try:
-        return in_background(ask).result(seconds)
-    except TimeoutError:
-        return None
 
 
 # torch 2.13 renamed all_gather_into_tensor and warns at the old name.
@@ -119,6 +94,7 @@ class TorchCommunicator(Communicator):
     """
 
     _transport_errors = (RuntimeError,)
+    _attendance: Attendance | None = None
 
     def __init__(
         self,
@@ -183,24 +159,33 @@ class TorchCommunicator(Communicator):
         if self._let_go.detach() is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
+    def attend(self) -> None:
+        """Have this process answer for its rank while it lives, as ranks do that wait in transfers which torch started:
+        errors then tell which ranks of the job are lost. Every rank that will enter `transfers` calls it."""
+        self._attendance = attend(self._wiring.store, dist.get_rank(), dist.get_world_size())
+
     @contextmanager
     def transfers(self, name: str) -> Iterator[None]:
-        """Have failures of transfers between these ranks that torch starts inside be this communicator's, of a call
-        `name`: they tell which ranks are missing. Every rank enters it as often."""
+        """Have failures of transfers that torch starts inside be this communicator's, of a call `name`: they tell which
+        ranks are missing. Every rank enters it as often."""
         self._raise_earlier_failure()
         self._sequence += 1
         call = Call(self._sequence, name)
         try:
             yield
         except RuntimeError as error:
-            # Gloo's are of no class of their own; others may be what a model raises.
-            of_transport = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
-            if isinstance(error, CommunicationError) or not of_transport:
+            found: BaseException | None = error
+            while not (found is None or _is_of_transport(found)):  # torch's schedules wrap what a stage raises
+                found = found.__cause__
+            if found is None or isinstance(found, CommunicationError):
                 raise
-            raise self._fail(call, cause=error) from error
+            raise self._fail(call, cause=found) from error
 
     def _alarmed(self) -> bool:
-        """Whether a rank has opened a roll call, or the store is lost, which is a failure as well."""
+        """Whether a rank has opened a roll call or is lost, or the store is, which is a failure as well."""
+        attendance = attendance_of(self._wiring.store)
+        if attendance is not None and attendance.lost:
+            return True
         roll = self._roll  # alone: a store that is stopped must not keep this communicator
         try:
             return bool(within(_STORE_SECONDS, lambda: roll.check(["alarm"])))
@@ -209,6 +194,8 @@ class TorchCommunicator(Communicator):
 
     def _roll_call(self, call: Call) -> RollCall:
         """Say where this rank stands and collect what the others say, for ``ROLL_CALL_SECONDS`` at most."""
+        if lost := self._lost_ranks():
+            return RollCall({}, (), lost=tuple(lost))
         answers: dict[int, Call] = {}
         host = _host_of_store(self._wiring)
         try:
@@ -220,6 +207,14 @@ class TorchCommunicator(Communicator):
                 return RollCall({}, (), "the job's store does not answer either, so no rank can be named")
             return RollCall({}, (host,), "it serves the job's store, so the other ranks are unknown")
         return RollCall(answers, tuple(rank for rank in range(self.size) if rank not in answers))
+
+    def _lost_ranks(self) -> Sequence[int]:
+        """Ranks of the job that answer no more, as far as ranks attend."""
+        attendance = attendance_of(self._wiring.store)
+        try:
+            return () if attendance is None else within(2 * ROLL_CALL_SECONDS, attendance.ask) or ()
+        except RuntimeError:  # the store is lost, before anyone could tell
+            return ()
 
     def _collect(self, call: Call, answers: dict[int, Call], host: int | None) -> bool:
         deadline = time.monotonic() + ROLL_CALL_SECONDS
@@ -322,6 +317,11 @@ class _HostPending(_StreamPending):
 def _pending(tensor: Tensor, work: dist.Work | None) -> Pending:
     assert work is not None, "torch returns no handle only to processes outside of the group"
     return _StreamPending(work) if tensor.is_cuda else _HostPending(work)
+
+
+def _is_of_transport(error: BaseException) -> bool:
+    # Gloo's are of no class of their own; others may be what a model raises.
+    return isinstance(error, CommunicationError | dist.DistError) or "gloo/transport" in str(error)
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -17,6 +17,7 @@ from thinwire.engine.job_checkpoints import JobCheckpoints, Parts
 from thinwire.engine.loss_scale import LossScale, NonFiniteError
 from thinwire.engine.model import warn_of_another_size
 from thinwire.engine.optimizers import NoOptimizer
+from thinwire.engine.parts import spans_of_parts
 from thinwire.engine.recipe import move_schedule
 from thinwire.engine.reports import JobReports, StepSummary
 from thinwire.zero.fsdp import Preparation
@@ -69,7 +70,7 @@ class Engine:
         self._layer_drop = job.layer_drop
         self._checkpoints = checkpoints
         self._reports = reports
-        self._span = reports.span
+        self._span = spans_of_parts(reports.span, job.mesh)
         self.monitor = reports.monitor
         self.flops_profiler = reports.flops_profiler
         self._backwards = StepBackwards(job)

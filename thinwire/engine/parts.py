@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from thinwire.comm import Communicator, LoggedCommunicator
+from thinwire.comm import Communicator, LoggedCommunicator, TorchCommunicator
 from thinwire.comm.agreement import on_every_rank
 from thinwire.comm.torch_backend import group_timeout
 from thinwire.engine.config import EngineConfig
@@ -19,6 +20,7 @@ from thinwire.parallel import Pipeline, parallelize
 from thinwire.zero.fsdp import join_process_group
 
 Loss = Callable[[Any, Any], Tensor]
+Span = Callable[[str], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,21 @@ def part_of(
 
     on_every_rank(comm, check, "train its stage", (ValueError,))
     return ModelPart(part, replicas, moved, mesh, pipeline)
+
+
+def spans_of_parts(span: Span, mesh: DeviceMesh | None) -> Span:
+    """`span`, or where layers are cut one in which errors of torch's own transfers tell which ranks are lost."""
+    if mesh is None or mesh["tp"].size() == 1:
+        return span
+    comm = TorchCommunicator(mesh["tp"])
+    comm.attend()
+
+    @contextmanager
+    def named(name: str) -> Iterator[None]:
+        with span(name), comm.transfers(f"a model's {name}"):
+            yield
+
+    return named
 
 
 def _mesh(device: torch.device, sizes: tuple[int, int, int], timeout: float) -> DeviceMesh:

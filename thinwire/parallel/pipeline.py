@@ -67,6 +67,7 @@ class Pipeline:
         named = {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
         group = named["pp"] if mesh is not None else None
         self.comm = TorchCommunicator(group)
+        self.comm.attend()
         averaging = TorchCommunicator(named["dp"]) if "dp" in named else None
         self._averaging = averaging if averaging is not None and averaging.size > 1 else None
         self.micro_batches = micro_batches
@@ -119,16 +120,17 @@ class Pipeline:
         """
         self._check(optimizer, max_norm)
         waiting = optimizer.no_sync() if hasattr(optimizer, "no_sync") else contextlib.nullcontext()
-        with waiting:
-            loss = self._run(self._schedule.step, batches)
-            for comm, parameter in self._ties:
-                if parameter.requires_grad:
-                    comm.all_reduce(_local_gradient(parameter))
-        if max_norm is not None:
-            self.clip_grad_norm_(max_norm)
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
+        with self.comm.transfers("a pipeline's step"):
+            with waiting:
+                loss = self._run(self._schedule.step, batches)
+                for comm, parameter in self._ties:
+                    if parameter.requires_grad:
+                        comm.all_reduce(_local_gradient(parameter))
+            if max_norm is not None:
+                self.clip_grad_norm_(max_norm)
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
         return loss
 
     @torch.no_grad()
@@ -139,7 +141,8 @@ class Pipeline:
         """
         if isinstance(self._schedule, _V_SHAPED):
             raise RuntimeError(f"torch's {type(self._schedule).__name__} cannot evaluate: take another schedule")
-        return self._run(self._schedule.eval, batches)
+        with self.comm.transfers("a pipeline's evaluation"):
+            return self._run(self._schedule.eval, batches)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale gradients, in place, to a norm over all stages of at most `max_norm`, and return what it was.
@@ -173,14 +176,13 @@ class Pipeline:
             self.comm, lambda: self._next(batches), "read micro-batches", (ValueError, StopIteration)
         )
         losses: list[Tensor] = []
-        with self.comm.transfers("a pipeline's schedule"):
-            schedule(
-                *(given if self._first else ()),
-                target=torch.arange(self.micro_batches) if self._last else None,
-                losses=losses,
-                return_outputs=False,
-                **others,
-            )
+        schedule(
+            *(given if self._first else ()),
+            target=torch.arange(self.micro_batches) if self._last else None,
+            losses=losses,
+            return_outputs=False,
+            **others,
+        )
         loss = torch.zeros((), device=given[0].device)
         if self._last:
             loss += torch.stack(losses).sum().detach() / self.loss_scale

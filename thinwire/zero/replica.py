@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm import Communicator
+from thinwire.comm import Communicator, TorchCommunicator
 from thinwire.comm.agreement import check_same_on_every_rank
 from thinwire.zero.gradient_seal import SentGradient
 
@@ -216,7 +216,10 @@ class Replica:
                     f"{sorted(shared)} hold other elements than this one. Say which hold the same: "
                     'mesh=mesh["dp"], of a mesh of dimensions "pp", "dp" and "tp", as many of them as there are'
                 )
-        return cls(Communicator.of(meshes[0], comm.timeout) if meshes else None, found)
+        parts = TorchCommunicator(meshes[0], comm.timeout) if meshes else None
+        if parts is not None:
+            parts.attend()
+        return cls(parts, found)
 
     def check(self, parameters: Sequence[Tensor], names: Sequence[str], settings: Mapping[str, Any]) -> None:
         """Raise ValueError, on all ranks that hold the same parameters, unless they hold the same of what is whole; and
