@@ -25,7 +25,7 @@ def read_profile(recorded: profile, steps: int) -> dict[str, Any]:
     kernels = [
         (event.name, (event.time_range.start, event.time_range.end))
         for event in recorded.events()
-        if event.device_type == DeviceType.CUDA
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
     calls = Counter(event.name for event in recorded.events() if event.name.startswith("cuda"))
     sending = [span for name, span in kernels if "nccl" in name.lower()]

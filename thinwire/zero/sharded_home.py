@@ -362,14 +362,15 @@ def norm_of_averages(
 
     Raises ValueError, on every rank and naming the first difference, where ranks have other hyperparameters.
     """
-    norms = [torch.linalg.vector_norm(average, dtype=torch.float32) for average in averages]
-    norms.append(torch.zeros((), device=averages[0].device if averages else device))
+    place = averages[0].device if averages else device  # FSDP2 offloads gradients of some parameters and not of others
+    norms = [torch.linalg.vector_norm(average, dtype=torch.float32).to(place) for average in averages]
+    norms.append(torch.zeros((), device=place))
     votes = torch.empty(4, dtype=torch.float64, device=device)
     squares = torch.stack(norms).double().square()
     votes[0] = (squares if shares is None else squares * squares.new_tensor([*shares[1], 1.0])).sum()
     digest = settings_digest(groups, step)
-    for place, own in enumerate((missing, digest, digest**2), start=1):
-        votes[place].fill_(own)  # in the launch itself: a copy of a list would wait for the device
+    for vote, own in enumerate((missing, digest, digest**2), start=1):
+        votes[vote].fill_(own)  # in the launch itself: a copy of a list would wait for the device
     comm.all_reduce(votes)
     ranks = comm.size if shares is None else shares[0].add_votes(votes, comm.size)
     total, anything_missing, digests, of_squares = votes.tolist()
