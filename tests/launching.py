@@ -16,12 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.warm_python import TAKEN_APART
 from thinwire.comm import Communicator, threads
 
 REPOSITORY = Path(__file__).parents[1]
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
 # Only what hangs should end here, just before the test's own limit would take the output along.
 LIMIT_SECONDS = 280
+
+WHOLLY = {TAKEN_APART: "1"}
+"""For programs whose last breath is of interest too: they end as in a fresh interpreter."""
 
 Done = subprocess.CompletedProcess[str]
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.comm.collectives_body import CHECKS
 from tests.comm.job import FAILURE_TIMEOUT, JOB
-from tests.launching import Done, Jobs, need_mpi
+from tests.launching import WHOLLY, Done, Jobs, need_mpi
 from tests.refusing import refused
 from thinwire.comm import TorchCommunicator
 
@@ -53,7 +53,7 @@ def test_torch_distributed_must_be_initialised() -> None:
 
 @pytest.mark.launch
 def test_under_torchrun(jobs: Jobs) -> None:
-    done = jobs.torchrun(3, *JOB, "over_gloo", seed())
+    done = jobs.torchrun(3, *JOB, "over_gloo", seed(), **WHOLLY)
     assert succeed(done) == [f"rank {rank} of 3 passed over gloo" for rank in range(3)]
     assert "thinwire: 3 ranks on 1 host, backend gloo, started by torchrun\n" in done.stderr
 
@@ -77,7 +77,7 @@ def test_a_lost_rank_is_named(jobs: Jobs, how: str, victim: int, chunk: int) -> 
 
 @pytest.mark.launch
 def test_under_mpirun(jobs: Jobs) -> None:
-    done = jobs.mpirun(3, *JOB, "over_mpi", seed())
+    done = jobs.mpirun(3, *JOB, "over_mpi", seed(), **WHOLLY)
     stalled, *passed = succeed(done)
     assert passed == [f"rank {rank} of 3 passed over mpi" for rank in range(3)]
     assert "all_to_all of 3145728 float32" in stalled
@@ -87,7 +87,7 @@ def test_under_mpirun(jobs: Jobs) -> None:
 
 @pytest.mark.launch
 def test_mpis_thread_ends_with_the_communicator_and_with_the_process(jobs: Jobs) -> None:
-    assert succeed(jobs.mpirun(2, *JOB, "end_threads")) == ["1 at the end"] * 2 + ["ended"] * 4
+    assert succeed(jobs.mpirun(2, *JOB, "end_threads", **WHOLLY)) == ["1 at the end"] * 2 + ["ended"] * 4
 
 
 @pytest.mark.launch

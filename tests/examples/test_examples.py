@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 import pytest
 from transformers import BertForMaskedLM
 
-from tests.launching import Jobs, environment
+from tests.launching import WHOLLY, Jobs, environment
 from thinwire.sparse_attn import densify
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -66,7 +66,7 @@ def test_layer_drop(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 @pytest.mark.launch
 def test_tensor_parallel(jobs: Jobs) -> None:
-    done = jobs.torchrun(4, str(EXAMPLES / "tensor_parallel.py"), "--steps", "40")
+    done = jobs.torchrun(4, str(EXAMPLES / "tensor_parallel.py"), "--steps", "40", **WHOLLY)
     assert done.returncode == 0, done.stdout + done.stderr
     first, *_, last = [line.split() for line in done.stdout.splitlines() if line.startswith("step")]
     assert float(last[3]) < float(first[3])
@@ -77,7 +77,7 @@ def test_tensor_parallel(jobs: Jobs) -> None:
 def test_accelerate_loop(jobs: Jobs) -> None:
     """On one process, where Accelerate has nothing to wrap."""
     pytest.importorskip("accelerate")
-    done = jobs.alone(str(EXAMPLES / "accelerate_loop.py"), "--steps", "100", HF_HUB_OFFLINE="1")
+    done = jobs.alone(str(EXAMPLES / "accelerate_loop.py"), "--steps", "100", HF_HUB_OFFLINE="1", **WHOLLY)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
     assert len(losses) == 4
@@ -87,7 +87,7 @@ def test_accelerate_loop(jobs: Jobs) -> None:
 @pytest.mark.launch
 def test_pipeline(jobs: Jobs) -> None:
     """Two stages of two replicas."""
-    done = jobs.torchrun(4, str(EXAMPLES / "pipeline.py"), "--steps", "30", "--width", "16")
+    done = jobs.torchrun(4, str(EXAMPLES / "pipeline.py"), "--steps", "30", "--width", "16", **WHOLLY)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     losses = [float(line.split()[3]) for line in lines]
@@ -104,7 +104,7 @@ def test_mpirun(jobs: Jobs, tmp_path: Path) -> None:
     hosts.write_text("localhost slots=2\n")
     path = f"{mpirun.parent}{os.pathsep}{os.environ['PATH']}"
     command = [str(EXAMPLES / "mpirun.sh"), str(hosts), "2", "--steps", "12", "--width", "16"]
-    given = environment(PATH=path, OVERSUBSCRIBE="1", PYTHON=jobs.python)
+    given = environment(PATH=path, OVERSUBSCRIBE="1", PYTHON=jobs.python, **WHOLLY)
     done = subprocess.run(command, env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks on 1 host, backend mpi" in done.stderr

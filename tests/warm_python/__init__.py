@@ -25,15 +25,19 @@ LOADED = (
     "torch.nn.parallel",
     "numba",
     "pytest",
-    "thinwire.engine",
+    "thinwire.deepspeed.initialization",
     "thinwire.optim.registry",
     "tests.warm_python.kernels",
     "matplotlib.pyplot",
     "sklearn.datasets",
     "transformers.models.bert.modeling_bert",
-    "transformers.trainer",
+    "transformers.models.gpt2.modeling_gpt2",
+    "thinwire.hugging_face.mixin",
+    "lightning.pytorch",
 )
 """What most ranks load; who has more to load does so itself."""
+TAKEN_APART = "TAKEN_APART"
+"""Environment variable: set, a program ends as a fresh interpreter does, down to the last object and destructor."""
 
 
 class WarmPython:

@@ -5,6 +5,7 @@ It lives until its standard input ends, which is when the tests that own it do. 
 it leaves this program by its top, to run the command and to end as any Python does.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -14,13 +15,15 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from tests.compiled import compile_kernels_once
-from tests.warm_python import wire
+from tests.warm_python import TAKEN_APART, wire
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,34 @@ def run(start: Start, python: str) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
+def end(start: Start, python: str) -> NoReturn:
+    """Runs the program and what it left to its end, which is not taken apart object by object: that would copy the
+    memory of all that the server has loaded, for half a second. `TAKEN_APART` asks for it all the same."""
+    code: object = None
+    try:
+        run(start, python)
+    except SystemExit as leaving:
+        code = leaving.code
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if os.environ.get(TAKEN_APART):
+        sys.exit(code)  # type: ignore[arg-type]
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit((code or 0) & 0xFF)
+
+
+def name_caller(depth: int = 2) -> str:
+    """What torchrun's rendezvous asks `inspect.stack` for, which looks through all modules, a dozen times a job."""
+    return sys._getframe(depth).f_code.co_name
+
+
 def warm_up(modules: list[str]) -> None:
     """Imports what the processes will need."""
     compile_kernels_once()
@@ -160,6 +191,8 @@ def warm_up(modules: list[str]) -> None:
     for name in modules:
         with contextlib.suppress(ImportError):  # an optional package: who needs it will say so
             importlib.import_module(name)
+    if rendezvous := sys.modules.get("torch.distributed.elastic.rendezvous.dynamic_rendezvous"):
+        rendezvous.get_method_name = name_caller  # type: ignore[attr-defined]
     _await_one_thread()
     # Collections would touch, and so copy, all that the forks share.
     gc.collect()
@@ -183,7 +216,7 @@ def main(listener: int, python: str, modules: list[str]) -> None:
     sys.path[:] = path
     start = Server(socket.socket(fileno=listener)).serve()
     if start is not None:
-        run(start, python)
+        end(start, python)
 
 
 if __name__ == "__main__":

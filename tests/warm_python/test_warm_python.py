@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import Jobs
+from tests.launching import WHOLLY, Jobs
 from tests.warm_python import WarmPython
 
 pytestmark = pytest.mark.launch
@@ -45,9 +45,18 @@ def test_code_on_the_command_line(jobs: Jobs) -> None:
 
 
 def test_an_error_and_what_runs_at_exit(jobs: Jobs, tmp_path: Path) -> None:
-    done = jobs.alone(write(tmp_path, "import atexit", "atexit.register(print, 'at exit')", "1 / 0"))
-    assert (done.returncode, done.stdout) == (1, "at exit\n")
-    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+    late = "threading.Thread(target=lambda: (time.sleep(0.1), print('a thread'))).start()"
+    gone = "Gone = type('Gone', (), {'__del__': lambda self: print('gone')}); gone = Gone()"
+    before = ["import atexit, sys, threading, time", "atexit.register(print, 'at exit')", late, gone]
+    for last, code, told, more in (
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n", {}),
+        ("sys.exit('no')", 1, "no\n", {}),
+        ("sys.exit(300)", 44, "", {}),
+        ("sys.exit('no')", 1, "no\n", WHOLLY),
+    ):
+        done = jobs.alone(write(tmp_path, *before, last), **more)
+        assert (done.returncode, done.stdout) == (code, "a thread\nat exit\n" + "gone\n" * bool(more))
+        assert done.stderr.endswith(told)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
