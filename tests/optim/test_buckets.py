@@ -21,6 +21,7 @@ from thinwire.compress.packet import Header
 from thinwire.optim.wire import cast_gradients
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.rank_checks import NormSketch
+from thinwire.zero.replica import Replica, Stages
 
 BLOCK = 64
 
@@ -142,3 +143,26 @@ def test_a_norm_is_known_before_the_average_is(comm: Communicator) -> None:
             assert comm.traffic.bytes_sent - before == sent_bytes("all_reduce", 65536, 3)
             comm.all_reduce(own, "mean")
             assert found == pytest.approx(float(own.norm()), rel=tolerance)
+
+
+@on_threads(4)
+def test_stages_share_one_sketch(comm: Communicator) -> None:
+    """Two replicas of two stages, of which one has a quarter of the elements, and then all that is not zero of them."""
+    stage, numel = comm.rank // 2, (30_000, 90_000)[comm.rank // 2]
+    averaging, stages = comm.split(stage), comm.split(comm.rank % 2)
+    parameter, pipeline = torch.zeros(numel), Stages(stages, {}, set())
+    pipeline.note([parameter])
+    replica = Replica.among(averaging, [parameter])
+    replica.check([parameter], ["one"], {})
+    sketch = NormSketch(averaging, {0: numel}, torch.device("cpu"), replica=(replica, [parameter]))
+    for step, (scale, tolerance) in enumerate([(1.0, 0.02), (1.0, 0.02), (0.0, 0.04), (0.0, 0.04)]):
+        sketch.begin(step)
+        own = torch.randn(numel, generator=torch.Generator().manual_seed(4 * step + comm.rank))
+        own *= scale if stage else 1.0
+        sketch.add(own, 0)
+        before, found = averaging.traffic.bytes_sent, float(sketch.norm())
+        assert averaging.traffic.bytes_sent - before == (49152 if stage else 16384)
+        averaging.all_reduce(own, "mean")
+        square = own.double().square().sum()
+        stages.all_reduce(square)
+        assert found == pytest.approx(float(square.sqrt()), rel=tolerance)

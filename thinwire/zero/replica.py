@@ -178,8 +178,12 @@ class Replica:
     all step alike, and what they add up over all elements, they add up over their own, counting each element once.
 
     `parts`: those over which tensor parallelism has cut parameters; others are whole on all of them, DTensors or not.
-    `stages`: those over which a pipeline lies. `place`: this rank's number among so many.
+    `stages`: those over which a pipeline lies. `place`: this rank's number among so many. `part`: of all elements that
+    they hold, those of what is whole on several counted on each, the part that is here.
     """
+
+    part: float
+    _elements: int = 0
 
     def __init__(self, parts: Communicator | None, stages: Stages | None) -> None:
         self.parts, self._stages = parts, stages
@@ -223,11 +227,15 @@ class Replica:
 
     def check(self, parameters: Sequence[Tensor], names: Sequence[str], settings: Mapping[str, Any]) -> None:
         """Raise ValueError, on all ranks that hold the same parameters, unless they hold the same of what is whole; and
-        on all stages unless they have the same settings, their names aside. Collective."""
+        on all stages unless they have the same settings, their names aside. Finds `part`. Collective."""
         if self.parts is not None:
             self._check_whole(self.parts, parameters, names)
         if self._stages is not None:
             check_same_on_every_rank(self._stages.comm, [], [], {**settings, "names": None})
+        self._elements += sum(one.numel() for one in parameters)
+        total = torch.tensor(float(self._elements), dtype=torch.float64, device=parameters[0].device)
+        self.all_reduce(total)
+        self.part = self._elements / max(1.0, float(total))
 
     def _check_whole(self, comm: Communicator, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         whole = [(name, one) for name, one in zip(names, parameters, strict=True) if not is_cut(one)]
