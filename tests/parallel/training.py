@@ -17,10 +17,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from tests.launching import same_on_all_ranks
+from tests.plan.strategies import ethernet
 from tests.refusing import refused
 from thinwire import DiLoCo, OneBitAdam, comm
 from thinwire.comm import Communicator, threads
 from thinwire.parallel import Pipeline, parallelize
+from thinwire.plan import Method, Schedule
+from thinwire.plan.meshes import Mesh, MeshJob, predict_mesh
+from thinwire.plan.models import model_of
+from thinwire.plan.workload import named_device
 from thinwire.zero import ShardedOptimizer
 
 PROGRAM = ("-m", "tests.parallel.training")
@@ -238,10 +243,33 @@ def cut_bert(mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+def sent_as_planned(mesh: DeviceMesh) -> None:
+    """What all replicas send in a step to average, beside the norm's sketch in 1 bit, of which a replica has one."""
+    sizes = GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=1000, n_positions=64, bos_token_id=0, eos_token_id=0)
+    job = MeshJob(model_of("gpt", sizes.to_dict()), ethernet(4, 2), named_device("a100"), 4 * ROWS, LENGTH)
+    given: dict[str, Any] = {"lr": RATE, "max_norm": 1.0, "mesh": mesh["dp"]}
+    for method, for_norms in ((Method("onebit-adam"), 2 * 65536), (Method("sharded-adam", 1), 0)):
+        model = parallelize(GPT2LMHeadModel(sizes).bfloat16(), mesh["tp"])
+        pipeline = Pipeline(model, 2, mesh=mesh)
+        optimizer: Any = (
+            ShardedOptimizer(pipeline.parameters(), torch.optim.AdamW, stage=1, **given)
+            if method.stage
+            else OneBitAdam(pipeline.parameters(), freeze_step=1, **given)
+        )
+        stream, sent = batches(mesh.get_local_rank("dp")), torch.zeros(())
+        for sign in (-1, 1):
+            pipeline.train_batch(stream, optimizer)
+            sent += sign * optimizer.bytes_sent
+        comm.init().all_reduce(sent)
+        planned = predict_mesh(job, Mesh(2, 2, 2, method, micro_batch=ROWS), Schedule(10, 0.0)).bytes_sent
+        assert float(sent) - for_norms == pytest.approx(8 * planned, rel=0.01), method
+
+
 def cube() -> None:
     """Two stages, of two replicas each, each cut in two."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    sent_as_planned(mesh)
     model = parallelize(gpt2(), mesh["tp"])
     near_exact(mesh, gpt2, Pipeline(model, MICRO_BATCHES, mesh=mesh), 1, 6)
     pipeline = Pipeline(cut_bert(mesh["tp"]), MICRO_BATCHES, mesh=mesh)

@@ -31,9 +31,7 @@ from thinwire.plan.workload import Blocks, Device, Transformer, Workload, forwar
 StageWire = Literal["none", "int8", "int4"]
 _SIZE = 2  # bytes of a weight, of a gradient and of an activation: bf16, with fp32 master weights
 _MICRO_BATCHES = (1, 2, 4, 8)
-_RECOMPUTED = 2  # bytes an element of a layer's input, which recomputing keeps (Korthikanti et al. 2022, table 2)
 _EXACT = Method("ddp-fp32")  # of a model in bf16: averages travel so
-_ANY = 1e18  # bytes
 _ALIKE = 0.01  # the part of a step that a simpler mesh may cost
 
 
@@ -52,6 +50,9 @@ class Mesh:
     wire: StageWire = "none"
     micro_batch: int = 1
     recompute: bool = False
+
+    def __str__(self) -> str:
+        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
 
     @property
     def simplicity(self) -> tuple[int, int, bool, bool]:
@@ -98,7 +99,8 @@ class MeshPrediction:
     """A step on `mesh`, in seconds by what it goes to, and bytes that a rank of the fullest stage holds.
 
     `seconds`: compute; bubble, of the pipeline's filling and draining; tensor, all-reduces inside layers; stages, what
-    1F1B waits for activations and gradients; replicas, the optimizer and what of averages nothing hides.
+    1F1B waits for activations and gradients; replicas, the optimizer and what of averages nothing hides. `bytes_sent`:
+    to average over replicas, in an average step, by the mean of the ranks of one; a clipped model's norm aside.
     """
 
     mesh: Mesh
@@ -106,6 +108,7 @@ class MeshPrediction:
     seconds: Mapping[str, float]
     memory: Mapping[str, float]
     operations: float
+    bytes_sent: float
 
     @property
     def step_seconds(self) -> float:
@@ -142,7 +145,7 @@ def predict_mesh(job: MeshJob, mesh: Mesh, schedule: Schedule | None = None) -> 
 def _check(job: MeshJob, mesh: Mesh) -> None:
     ranks, inside, heads = job.cluster.ranks, job.cluster.ranks_per_node, job.blocks.heads
     if mesh.pp * mesh.dp * mesh.tp != ranks:
-        raise PlanError(f"{_shape(mesh)} is {mesh.pp * mesh.dp * mesh.tp} ranks, and the cluster has {ranks}")
+        raise PlanError(f"{mesh} is {mesh.pp * mesh.dp * mesh.tp} ranks, and the cluster has {ranks}")
     if inside % mesh.tp:
         raise PlanError(
             f"tp {mesh.tp} would lie on several nodes, of {inside} ranks each: tensor parallelism sends activations "
@@ -159,11 +162,12 @@ def _check(job: MeshJob, mesh: Mesh) -> None:
         )
 
 
-def _predict(job: MeshJob, mesh: Mesh, replicas: float, state: Mapping[str, float]) -> MeshPrediction:
+def _predict(
+    job: MeshJob, mesh: Mesh, replicas: float, state: Mapping[str, float], bytes_sent: float
+) -> MeshPrediction:
     blocks, cluster = job.blocks, job.cluster
     count = job.batch // (mesh.dp * mesh.micro_batch)
-    layers = -(-blocks.layers // mesh.pp)
-    again = int(mesh.recompute)
+    layers, again = -(-blocks.layers // mesh.pp), int(mesh.recompute)
     forward = _forward(job, mesh)
     compute = (3 + again) * forward
     numbers = mesh.micro_batch * job.length * blocks.hidden
@@ -184,7 +188,7 @@ def _predict(job: MeshJob, mesh: Mesh, replicas: float, state: Mapping[str, floa
     held = {**state, "activations": min(mesh.pp, count) * _activations(job, mesh, layers)}
     if mesh.recompute:  # of the layer that backward is in
         held["recomputed layer"] = _activations(job, replace(mesh, recompute=False), 1)
-    return MeshPrediction(mesh, count, seconds, held, job.operations(mesh))
+    return MeshPrediction(mesh, count, seconds, held, job.operations(mesh), bytes_sent)
 
 
 def _forward(job: MeshJob, mesh: Mesh) -> float:
@@ -197,8 +201,7 @@ def _hop(job: MeshJob, mesh: Mesh, numbers: int) -> tuple[float, float]:
     """Seconds until what one stage sends is what the next one has, and those of it for which a node's link is busy."""
     if mesh.pp == 1:
         return 0.0, 0.0
-    cluster, codec = job.cluster, 0.0
-    nbytes = float(numbers * _SIZE)
+    cluster, codec, nbytes = job.cluster, 0.0, float(numbers * _SIZE)
     if mesh.wire != "none":
         nbytes = codec_packet_bytes(mesh.wire, numbers, ACTIVATION_BLOCKS[mesh.wire])
         codec = numbers / cluster.processor.encode + numbers / cluster.processor.decode
@@ -210,16 +213,16 @@ def _hop(job: MeshJob, mesh: Mesh, numbers: int) -> tuple[float, float]:
 
 
 def _activations(job: MeshJob, mesh: Mesh, layers: int) -> float:
-    """Bytes that `layers` keep of a micro-batch (Korthikanti et al. 2022, equation 2)."""
+    """Bytes that `layers` keep of a micro-batch (Korthikanti et al. 2022, equation 2), recomputed their inputs."""
     blocks = job.blocks
     places = job.length * mesh.micro_batch * blocks.hidden * layers
     if mesh.recompute:
-        return _RECOMPUTED * places
+        return _SIZE * places
     return places * (10 + (24 + 5 * blocks.heads * job.length / blocks.hidden) / mesh.tp)
 
 
-def _replicas(job: MeshJob, mesh: Mesh, schedule: Schedule) -> tuple[float, Mapping[str, float]]:
-    """Seconds that the optimizer and the averages of replicas add to a step, and the bytes of their state."""
+def _replicas(job: MeshJob, mesh: Mesh, schedule: Schedule) -> tuple[float, Mapping[str, float], float]:
+    """Seconds that optimizer and averages of replicas add to a step, bytes of their state, bytes that a rank sends."""
     cluster = job.cluster
     neighbours = math.gcd(mesh.dp, cluster.ranks_per_node // mesh.tp)
     # A node's link is shared by all that have replicas elsewhere.
@@ -233,7 +236,18 @@ def _replicas(job: MeshJob, mesh: Mesh, schedule: Schedule) -> tuple[float, Mapp
     method = mesh.method if part.has_hierarchy else replace(mesh.method, hierarchical=False)
     found = predict(workload, part, method, schedule)
     memory = {name: held for name, held in found.memory.items() if mesh.dp > 1 or name != "buckets"}
-    return found.average.step - 3 * forward, memory
+    sent = found.average.bytes_sent * _elements_of_ranks(job, mesh) / (mesh.pp * mesh.tp * held)
+    return found.average.step - 3 * forward, memory, sent
+
+
+def _elements_of_ranks(job: MeshJob, mesh: Mesh) -> int:
+    """What the ranks of one replica hold together: tensor parallelism cuts the matrices of layers, and a head that is
+    the embedding lies on another stage."""
+    model, layers = job.model, job.blocks.layers
+    cut = sum(one.rows * one.columns * (one.count // layers * layers) for one in model.matrices)
+    tied = model.last is not None and model.matrices.count(model.last) == 1
+    again = model.last_elements if tied and mesh.pp > 1 else 0
+    return cut + mesh.tp * (model.parameters - cut + again)
 
 
 # Search
@@ -254,7 +268,7 @@ def methods_of_replicas(pp: int, tp: int) -> Iterator[Method]:
 
 def search_meshes(
     job: MeshJob,
-    memory: float = _ANY,
+    memory: float = 1e18,
     schedule: Schedule | None = None,
     *,
     shape: tuple[int, int, int] | None = None,
@@ -297,7 +311,7 @@ def search_meshes(
         )
     if not best:
         raise PlanError(
-            f"nothing fits into {size_in_words(memory)} a rank: {_shape(least.mesh)} needs least, "
+            f"nothing fits into {size_in_words(memory)} a rank: {least.mesh} needs least, "
             f"{size_in_words(least.memory_bytes)}"
         )
     return sorted((_simplest(ways) for ways in best.values()), key=lambda one: one.step_seconds)
@@ -318,35 +332,33 @@ def _shapes(job: MeshJob) -> Iterator[Mesh]:
 
 
 def _divisors(number: int) -> list[int]:
-    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
-    return sorted({*small, *(number // one for one in small)})
+    return [one for one in range(1, number + 1) if number % one == 0]
 
 
 # As people and programs read it
 
-_SHOWN = 3
 _NAMES = {"ddp-fp32": "DDP", SHARDED_ADAM: "AdamW"}
 
 
 def mesh_answer(job: MeshJob, found: Sequence[MeshPrediction], assumed: Sequence[str]) -> str:
     """At most 12 lines: the first of `found`, and what the next ones take."""
-    best, model, cluster = found[0], job.model, job.cluster
-    mesh, share = best.mesh, {name: value / best.step_seconds for name, value in best.seconds.items()}
-    several = "" if best.micro_batches == 1 else "es"
+    best, mesh, model, cluster = found[0], found[0].mesh, job.model, job.cluster
+    share = {name: value / best.step_seconds for name, value in best.seconds.items()}
+    several, wire = "" if best.micro_batches == 1 else "es", "bf16" if mesh.wire == "none" else mesh.wire
     lines = [
-        f"Take {_shape(mesh)}: {seconds_in_words(best.step_seconds)} a step, "
+        f"Take {mesh}: {seconds_in_words(best.step_seconds)} a step, "
         f"{best.operations_a_second / 1e12:.3g} TFLOP/s a rank",
         f'  mesh     init_device_mesh("cuda", ({mesh.pp}, {mesh.dp}, {mesh.tp}), mesh_dim_names=("pp", "dp", "tp"))',
         f"  stages   {best.micro_batches} micro-batch{several} of {mesh.micro_batch}"
-        + (f", bubble {best.bubble:.1%}, activations in {_wire(mesh)}" if mesh.pp > 1 else "")
+        + (f", bubble {best.bubble:.1%}, activations in {wire}" if mesh.pp > 1 else "")
         + (", layers recomputed in backward" if mesh.recompute else ""),
-        f"  replicas {_replica_words(mesh)}",
+        f"  replicas {_replica_words(best)}",
         f"  time     {', '.join(f'{name} {value:.1%}' for name, value in share.items() if value > 5e-4)}",
         f"  memory   {size_in_words(best.memory_bytes)} a rank: "
         + ", ".join(f"{name} {size_in_words(value)}" for name, value in best.memory.items() if value),
     ]
     if found[1:]:
-        others = (f"{_shape(one.mesh)} {seconds_in_words(one.step_seconds)}" for one in found[1 : 1 + _SHOWN])
+        others = (f"{one.mesh} {seconds_in_words(one.step_seconds)}" for one in found[1:4])
         lines.append(f"Next: {'; '.join(others)}")
     lines.append(
         f"For {model.name}, {model.parameters / 1e9:.3g}B parameters in bf16, {job.batch} sequences of {job.length} "
@@ -361,13 +373,8 @@ def mesh_json(job: MeshJob, found: Sequence[MeshPrediction]) -> dict[str, Any]:
     meshes = [
         {
             **asdict(one.mesh),
-            "micro_batches": one.micro_batches,
-            "bubble": one.bubble,
-            "step_seconds": one.step_seconds,
-            "seconds": dict(one.seconds),
-            "memory": dict(one.memory),
-            "memory_bytes": one.memory_bytes,
-            "operations_a_second": one.operations_a_second,
+            **{name: value for name, value in asdict(one).items() if name != "mesh"},
+            **{name: getattr(one, name) for name in ("bubble", "step_seconds", "memory_bytes", "operations_a_second")},
         }
         for one in found
     ]
@@ -381,18 +388,12 @@ def mesh_json(job: MeshJob, found: Sequence[MeshPrediction]) -> dict[str, Any]:
     }
 
 
-def _shape(mesh: Mesh) -> str:
-    return f"pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp}"
-
-
-def _wire(mesh: Mesh) -> str:
-    return {"none": "bf16"}.get(mesh.wire, mesh.wire)
-
-
-def _replica_words(mesh: Mesh) -> str:
+def _replica_words(found: MeshPrediction) -> str:
+    mesh = found.mesh
     if mesh.dp == 1:
         return "one"
-    name = mesh.method.entry.name if mesh.method.entry else _NAMES[mesh.method.algorithm]
-    stage = f" at ZeRO stage {mesh.method.stage}" if mesh.method.stage else ""
-    by_node = ", by node" if mesh.method.hierarchical else ""
-    return f'{name}{stage}{by_node}, mesh=mesh["dp"], averages in {"1 bit" if mesh.method.entry else "bf16"}'
+    method, sent = mesh.method, size_in_words(found.bytes_sent)
+    name = method.entry.name if method.entry else _NAMES[method.algorithm]
+    stage = f" at ZeRO stage {method.stage}" if method.stage else ""
+    by_node = ", by node" if method.hierarchical else ""
+    return f'{name}{stage}{by_node}, mesh=mesh["dp"], averages in {"1 bit" if method.entry else "bf16"}, {sent} a rank'
