@@ -27,8 +27,9 @@ def parted(stages: int, cut: int, **config: Any) -> dict[str, Any]:
     return CONFIG | {"pipeline": {"stages": stages}, "tensor_parallel": {"autotp_size": cut}} | config
 
 
-def check(make: Callable[[], nn.Module], stages: int, cut: int, steps: int = 50, **config: Any) -> None:
-    """Losses of every step, known on every rank, and of an evaluation."""
+def check(make: Callable[[], nn.Module], stages: int, cut: int, steps: int = 6, **config: Any) -> None:
+    """Losses and norms of every step, known on every rank, and of an evaluation. A gradient or a clipping that is wrong
+    shows in the norm of its own step and in the loss of the next; further steps add rounding."""
     world = comm.init()
     engine, _optimizer, _, schedule = initialize(
         model=make(),
@@ -39,7 +40,11 @@ def check(make: Callable[[], nn.Module], stages: int, cut: int, steps: int = 50,
     assert engine.mesh.mesh.flatten().tolist() == [*range(world.size)]
     assert (engine.num_stages, engine.comm.size, engine.mp_world_size) == tuple(engine.mesh.mesh.shape)
     stream = batches(engine.comm.rank)
-    found = torch.stack([engine.train_batch(stream) for _ in range(steps)] + [engine.eval_batch(stream)])
+    losses, norms = [], []
+    for _ in range(steps):
+        losses.append(engine.train_batch(stream))
+        norms.append(engine.get_global_grad_norm())
+    found = torch.stack([*losses, engine.eval_batch(stream), *torch.tensor(norms)])
     assert same_on_all_ranks(world, found)
     assert engine.module.training
     assert engine.global_steps == schedule.last_epoch == steps
@@ -49,7 +54,8 @@ def check(make: Callable[[], nn.Module], stages: int, cut: int, steps: int = 50,
     if world.rank == 0:
         alone = Alone(make(), replicas=engine.comm.size, max_norm=1.0)
         expected = [alone.step() for _ in range(steps)] + [float(alone.loss(alone.streams).detach())]
-        assert found.tolist() == pytest.approx(expected, rel=1e-5), (make, stages, cut)
+        assert found[: steps + 1].tolist() == pytest.approx(expected, rel=1e-5), (make, stages, cut)
+        assert norms == pytest.approx(alone.norms, rel=1e-4), (make, stages, cut)
 
 
 def two() -> None:
@@ -58,20 +64,20 @@ def two() -> None:
     for make in (bert, gpt2):
         check(make, 1, 2)
         check(make, 2, 1)
-    check(gpt2, 2, 1, 5, zero_optimization={"stage": 1}, activation_checkpointing={"modules": ["GPT2Block"]})
+    check(gpt2, 2, 1, 3, zero_optimization={"stage": 1}, activation_checkpointing={"modules": ["GPT2Block"]})
     rounded()
 
 
 def four() -> None:
     check(bert, 2, 1)
-    check(gpt2, 2, 1, 5, zero_optimization={"stage": 1})
+    check(gpt2, 2, 1, 3, zero_optimization={"stage": 1})
     check(gpt2, 1, 2)
-    check(bert, 1, 2, 5, zero_optimization={"stage": 2})
+    check(bert, 1, 2, 3, zero_optimization={"stage": 2})
 
 
 def eight() -> None:
     check(bert, 2, 2)
-    check(gpt2, 2, 2, 10, zero_optimization={"stage": 1})
+    check(gpt2, 2, 2, 4, zero_optimization={"stage": 1})
 
 
 def rounded() -> None:
@@ -100,19 +106,19 @@ def own_loader() -> None:
 
 def half() -> None:
     """fp16's scale goes through the schedule: what overflows is skipped, and no loss is scaled."""
-    scaled = {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}}
+    scaled = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
     engine, *_ = initialize(model=gpt2(), config=parted(2, 1, **scaled))
     whole, *_ = initialize(model=gpt2(), config=CONFIG | scaled)
     before = {name: one.detach().clone() for name, one in engine.module.named_parameters()}
     stream, same = batches(), batches()
-    for step in range(30):
+    for step in range(10):
         loss, expected = engine.train_batch(stream), whole.train_batch(same)
         assert float(loss) == pytest.approx(float(expected), rel=1e-3)
         assert (engine.skipped_steps, engine.loss_scaler.value) == (whole.skipped_steps, whole.loss_scaler.value)
         if step == 0:
             assert not engine.was_step_applied()
             assert all(torch.equal(before[name], one) for name, one in engine.module.named_parameters())
-    assert 1 < engine.skipped_steps < 20
+    assert 1 < engine.skipped_steps < 8
 
 
 def groups() -> None:
