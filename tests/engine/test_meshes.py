@@ -1,5 +1,6 @@
 """Checkpoints of ranks that hold parts of a model load on any others, in real processes: see `meshes_job`."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ from safetensors.torch import load_file
 from tests.engine.meshes_job import AFTER, BEFORE, PROGRAM, build, losses
 from tests.launching import Jobs
 from tests.parallel.training import gpt2
+from tests.refusing import refused
 from thinwire.__main__ import main
+from thinwire.engine import CheckpointError
+from thinwire.engine.checkpoint.manifest import _sealed
 from thinwire.engine.checkpoint.regions import Cut
 
 
@@ -34,6 +38,26 @@ def test_what_one_mesh_saves_goes_on_on_any_other(jobs: Jobs, tmp_path: Path) ->
     assert {*written} == {*gpt2().state_dict()}
     for key, value in engine.module.state_dict().items():
         assert torch.equal(written[key], value), key
+    refuse_damaged(tmp_path, "OneBitAdam-dp2xtp2")
+
+
+def refuse_damaged(folder: Path, tag: str) -> None:
+    """What ranks' values say of parts, under a good seal."""
+    path = folder / tag / "manifest.json"
+    content, engine = path.read_bytes(), build("OneBitAdam", 1, 1, 1)
+    for told, damage in (
+        ("part of rank 1: part: Input should be a valid dict", lambda part: 3),
+        ("part of rank 1: part.names.0: Input should be a valid string", lambda part: part | {"names": [3]}),
+        ("part of rank 1: part.optimizer: Field required", lambda part: {"names": part["names"]}),
+        ("ranks' freeze groups are not those of one", lambda part: part | {"optimizer": {"freeze_groups": 3}}),
+        ("ranks' freeze groups are not those of one", lambda part: part | {"optimizer": {"freeze_groups": [{}]}}),
+    ):
+        body = json.loads(content)
+        body.pop("sha256", None)
+        values = body["files"][1]["values"]
+        values["part"] = damage(values["part"])
+        path.write_bytes(_sealed(body))
+        refused(CheckpointError, told, engine.load_checkpoint, str(folder), tag)
 
 
 @pytest.mark.launch

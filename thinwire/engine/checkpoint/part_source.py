@@ -4,16 +4,28 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Strict, TypeAdapter, ValidationError
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from thinwire.comm import Communicator
+from thinwire.comm.errors import first_fault
 from thinwire.engine.checkpoint.loading import LoadedCheckpoint
 from thinwire.engine.checkpoint.regions import ONE_VALUE, Regions
+from thinwire.zero.saved_state import DamagedStateError
 
 _KEY = "part"
+
+
+class _Part(TypedDict):
+    names: list[Annotated[str, Strict()]]
+    optimizer: dict[str, Any]
+
+
+_PART = TypeAdapter(_Part)
 
 
 def part_values(here: Regions, counters: dict[str, Any]) -> dict[str, Any]:
@@ -26,12 +38,15 @@ class PartSource:
 
     `counted`: what the optimizer that reads counts now. What belongs to ranks, residuals above all, is there where the
     same parts were saved, by any number of ranks each; else it begins anew, as rules do that look at the variance.
+
+    Raises DamagedStateError for ranks' values that are not what `part_values` gives.
     """
 
     def __init__(self, found: LoadedCheckpoint, here: Regions, comm: Communicator, counted: Mapping[str, Any]) -> None:
         self._found, self._here, self._counted = found, here, counted
         self._sizes: dict[str, int] = {"pp": 1, "dp": found.world_size, "tp": 1} | found.shared.get("mesh", {})
         self._last: tuple[tuple[str, str], Tensor] | None = None
+        self._parts = {rank: _checked(rank, found.rank_values(rank)) for rank in range(found.world_size)}
         self.on_this_mesh = self._sizes == here.sizes
         alike = all(self._sizes[name] == here.sizes[name] for name in ("pp", "tp"))
         cuts = {name: cut for name, cut in found.cuts.items() if name in here.held}
@@ -47,22 +62,15 @@ class PartSource:
         merged.pop("part", None)
         merged |= {key: self._counted[key] for key in ("part", "names", "nodes") if key in self._counted}
         if "freeze_groups" in merged:
-            ranks = range(self._found.world_size)
-            every = [part["optimizer"] for part in map(self._part, ranks) if part] or [self._found.counters()]
-            merged["freeze_groups"] = [
-                {**first, "buckets": None, "rule": {}, "scalars": self._scalars([one["scalars"] for one in of_group])}
-                for first, of_group in zip(
-                    merged["freeze_groups"], zip(*(one["freeze_groups"] for one in every), strict=True), strict=True
-                )
-            ]
-        return merged
-
-    def _scalars(self, every: list[dict[str, Any]]) -> dict[str, Any]:
-        """Those of all parts, by parameter; what is the optimizer's is the same in all."""
-        merged: dict[str, Any] = {}
-        for one in every:
-            for key, value in one.items():
-                merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
+            every = [part["optimizer"] for part in self._parts.values() if part] or [merged]
+            try:
+                of_all = zip(merged["freeze_groups"], *(one["freeze_groups"] for one in every), strict=True)
+                merged["freeze_groups"] = [
+                    {**first, "buckets": None, "rule": {}, "scalars": _together([one["scalars"] for one in others])}
+                    for first, *others in of_all
+                ]
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise DamagedStateError(f"ranks' freeze groups are not those of one optimizer: {error!r}") from error
         return merged
 
     def kinds(self) -> set[str]:
@@ -101,6 +109,24 @@ class PartSource:
         return (place["pp"] * sizes["dp"] + number) * sizes["tp"] + place["tp"]
 
     def _part(self, rank: int) -> dict[str, Any]:
-        known = 0 <= rank < self._found.world_size
-        part: dict[str, Any] = self._found.rank_values(rank).get(_KEY, {}) if known else {}
-        return part
+        return self._parts.get(rank, {})
+
+
+def _together(every: list[dict[str, Any]]) -> dict[str, Any]:
+    """The scalars of all parts, by parameter; what is the optimizer's is the same in all."""
+    merged: dict[str, Any] = {}
+    for one in every:
+        for key, value in one.items():
+            merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
+    return merged
+
+
+def _checked(rank: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The part among a rank's values; empty where there is none."""
+    if _KEY not in values:
+        return {}
+    try:
+        part: Any = _PART.validate_python(values[_KEY])
+    except ValidationError as error:
+        raise DamagedStateError(f"{_KEY} of rank {rank}: {first_fault(error, _KEY)}") from None
+    return dict(part)
