@@ -1,12 +1,13 @@
 """Block-sparse attention on a GPU beside FlexAttention, dense flash and cuDNN attention, and others that are installed.
 
-Every case runs in a process of its own, and the JSON is written after each: what crashes loses one case. The table has
-the ratios that matter; what could not be had is named with its reason.
+Every case runs in a process of its own, and the JSON is written after each: what crashes loses the rest of one case.
+The table has the ratios that matter; what could not be had is named with its reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -37,16 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: list[Result] = []
     left_out: list[dict[str, Any]] = []
     end = time.monotonic() + options.seconds
-    for length in options.lengths:
-        for head_size in options.head_sizes:
-            for block in options.blocks:
-                case = Case(length, block, head_size, options.repetitions)
-                found, missing = run_case([sys.executable, "-m", _CASE], case, end - time.monotonic())
-                results += found
-                left_out += missing
-                summary = summarise(results)
-                written = {"machine": made_on, "summary": summary, "left_out": left_out}
-                write_json(options.output, {**written, "results": [asdict(one) for one in results]})
+    shapes = list(itertools.product(options.lengths, options.head_sizes, options.blocks))
+    for number, (length, head_size, block) in enumerate(shapes):
+        share = (end - time.monotonic()) / (len(shapes) - number)
+        found, missing = run_case(
+            [sys.executable, "-m", _CASE], Case(length, block, head_size, options.repetitions), share
+        )
+        results += found
+        left_out += missing
+        written = {"machine": made_on, "summary": summarise(results), "left_out": left_out}
+        write_json(options.output, {**written, "results": [asdict(one) for one in results]})
     _print_table(summarise(results))
     for one in left_out:
         print("Left out:", *one.values())
@@ -60,22 +61,26 @@ _CASE = "experiments.benchmarks.attention_gpu_case"
 def run_case(command: list[str], case: Case, seconds: float) -> tuple[list[Result], list[dict[str, Any]]]:
     """Results of a case, measured by `command` within `seconds`, and what was left out of it and why."""
     where = {"length": case.length, "block": case.block, "head_size": case.head_size}
+    late = "no time was left: see --seconds"
     if seconds <= 0:
-        return [], [{**where, "system": "all", "why": "no time was left: see --seconds"}]
+        return [], [{**where, "system": "all", "why": late}]
     try:
         ran = subprocess.run([*command, json.dumps(asdict(case))], capture_output=True, text=True, timeout=seconds)
-        found = json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else None
-    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        return [], [{**where, "system": "all", "why": type(error).__name__}]
-    if found is None:
         last = ran.stderr.strip().splitlines()[-1:] or [""]
-        return [], [{**where, "system": "all", "why": f"exit code {ran.returncode}: {last[0][:300]}"}]
-    missing = [{**where, "system": name, "why": why} for name, why in found["left_out"].items()]
-    return [Result(**one) for one in found["results"]], missing
+        output, why = ran.stdout, f"exit code {ran.returncode}: {last[0][:300]}" if ran.returncode else ""
+    except subprocess.TimeoutExpired as error:
+        output, why = (error.stdout or b"").decode(), late
+    lines = [json.loads(line) for line in output.splitlines(keepends=True) if line[0] == "{" and line[-1] == "\n"]
+    results = [Result(**one) for line in lines for one in line["results"]]
+    missing = [{**where, "system": name, "why": reason} for line in lines for name, reason in line["left_out"].items()]
+    if why or not lines:
+        missing.append({**where, "system": "the rest" if lines else "all", "why": why or "it printed no figures"})
+    return results, missing
 
 
 def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """For each case how many times faster ours is than FlexAttention and dense attention, and the latter by density."""
+    """For each case how many times faster ours is than FlexAttention and dense attention, the latter by density; as
+    launched one by one, and as CUDA graphs, where the host's time to launch plays no part."""
     cases: dict[tuple[Any, ...], dict[str, Result]] = {}
     for result in results:
         case = (result.head_size, result.block, result.length, result.mode)
@@ -85,10 +90,7 @@ def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
         if OURS not in systems:
             continue
         ours = systems[OURS]
-        ratios = {
-            name: systems[name].milliseconds / ours.milliseconds if name in systems else None for name in (FLEX, FLASH)
-        }
-        dense = ratios[FLASH]
+        flex, dense = (systems.get(name) for name in (FLEX, FLASH))
         summary.append(
             {
                 "head_size": head_size,
@@ -96,23 +98,34 @@ def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
                 "length": length,
                 "mode": mode,
                 "milliseconds": ours.milliseconds,
-                "times_faster_than_flex": ratios[FLEX],
-                "times_faster_than_dense": dense,
-                "of_one_over_density": None if dense is None else dense * ours.density,
+                "times_faster_than_flex": flex and flex.milliseconds / ours.milliseconds,
+                "times_faster_than_dense": dense and dense.milliseconds / ours.milliseconds,
+                "of_one_over_density": dense and dense.milliseconds / ours.milliseconds * ours.density,
+                "graph_milliseconds": ours.graph,
+                "graph_times_faster_than_flex": flex and flex.graph / ours.graph,
+                "graph_times_faster_than_dense": dense and dense.graph / ours.graph,
             }
         )
     return summary
 
 
+_COLUMNS = {
+    "milliseconds": "ms",
+    "times_faster_than_flex": "x Flex",
+    "times_faster_than_dense": "x dense",
+    "of_one_over_density": "of 1/density",
+    "graph_milliseconds": "graph, ms",
+    "graph_times_faster_than_flex": "x Flex",
+    "graph_times_faster_than_dense": "x dense",
+}
+
+
 def _print_table(summary: Sequence[dict[str, Any]]) -> None:
-    print(f"{'head':>5} {'block':>5} {'tokens':>7} {'':9} {'ms':>9} {'x Flex':>7} {'x dense':>8} {'of 1/density':>13}")
+    print(f"{'head':>5} {'block':>5} {'tokens':>7} {'':9}", *(f"{title:>12}" for title in _COLUMNS.values()))
     for case in summary:
-        ratios = [
-            "" if case[name] is None else f"{case[name]:.2f}"
-            for name in ("times_faster_than_flex", "times_faster_than_dense", "of_one_over_density")
-        ]
+        figures = ("" if case[name] is None else f"{case[name]:.3f}" for name in _COLUMNS)
         where = f"{case['head_size']:5} {case['block']:5} {case['length']:7} {case['mode']:9}"
-        print(f"{where} {case['milliseconds']:9.3f} {ratios[0]:>7} {ratios[1]:>8} {ratios[2]:>13}")
+        print(where, *(f"{figure:>12}" for figure in figures))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -127,7 +140,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--repetitions", type=positive, default=15, metavar="N", help="of every system")
     parser.add_argument(
-        "--seconds", type=positive, default=450, metavar="N", help="no case goes on for longer than this from the start"
+        "--seconds",
+        type=positive,
+        default=450,
+        metavar="N",
+        help="all cases together: each may take its share of what is left",
     )
     output = OUTPUT / "gpu" / "attention.json"
     parser.add_argument("--output", type=Path, default=output, metavar="FILE.json", help="for the measurements")

@@ -1,6 +1,6 @@
-"""One case of the GPU benchmark of attention, in a process of its own: whatever crashes here loses this case alone.
+"""One case of the GPU benchmark of attention, in a process of its own: what crashes here loses the rest of this case.
 
-Reads the case as JSON from its argument and prints the figures of every system as one line of JSON, last.
+Reads the case as JSON from its argument and prints a line of JSON for every system as soon as it has its figures.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -71,18 +71,15 @@ class UnavailableError(Exception):
 
 def systems(case: Case, index: BlockIndex) -> dict[str, Callable[[], Attention]]:
     """What makes each system; it raises UnavailableError where that cannot be had."""
-    flex = {
-        FLEX: lambda: _flex(case, index, "default"),
-        "FlexAttention, max-autotune": lambda: _flex(case, index, "max-autotune-no-cudagraphs"),
-        "FlexAttention, FLASH": lambda: _flex_flash(case, index),
-    }
     return {
         OURS: lambda: _ours(case),
-        **flex,
+        FLEX: lambda: _flex(case, index, "default"),
         FLASH: lambda: _dense(SDPBackend.FLASH_ATTENTION),
         "dense, cuDNN": lambda: _dense(SDPBackend.CUDNN_ATTENTION),
         "dense, flash-attn": _flash_attn,
         "block_sparse_attn": lambda: _mit_han_lab(case, index),
+        "FlexAttention, FLASH": lambda: _flex_flash(case, index),
+        "FlexAttention, max-autotune": lambda: _flex(case, index, "max-autotune-no-cudagraphs"),  # tries for a minute
     }
 
 
@@ -145,14 +142,14 @@ def _installed(package: str) -> Any:
     return importlib.import_module(package)
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """Results of every system that can be had, and of each other why it cannot."""
+def measure(case: Case) -> Iterator[dict[str, Any]]:
+    """Results of one system after another, and of each that cannot be had why."""
     index = BigBird(HEADS, case.block).index(case.length, device="cuda")
     shape = (1, HEADS, case.length, case.head_size)
     q, k, v, gradient = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     inputs = [one.requires_grad_() for one in (q, k, v)]
-    results, left_out = [], {}
     for name, make in systems(case, index).items():
+        results, left_out = [], {}
         try:
             attend = make()
             for mode in ("forward", "training"):
@@ -162,7 +159,7 @@ def measure(case: Case) -> dict[str, Any]:
             left_out[name] = str(why)
         except Exception as error:  # one system's fault costs the others nothing
             left_out[name] = f"{type(error).__name__}: {error}"[:300]
-    return {"results": [asdict(one) for one in results], "left_out": left_out}
+        yield {"results": [asdict(one) for one in results], "left_out": left_out}
 
 
 def _run(attend: Attention, inputs: list[Tensor], gradient: Tensor | None) -> Callable[[], None]:
@@ -211,4 +208,5 @@ def _medians(run: Callable[[], None], repetitions: int, flushed: Tensor | None) 
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Case(**json.loads(sys.argv[1])))))
+    for figures in measure(Case(**json.loads(sys.argv[1]))):
+        print(json.dumps(figures), flush=True)

@@ -28,11 +28,13 @@ from experiments.gpu.profiles import read_profile
 from experiments.tasks.sizes import SIZES, BertSize
 from thinwire import OneBitAdam
 from thinwire import comm as communication
+from thinwire.optim import CapturedStep
 
 __all__ = ["main"]
 
 _VOCABULARY, _LENGTH = 30522, 128
 _FREEZE_STEP = 4
+_WARM_UP = 8  # frozen steps before time is taken: kernels are compiled, and steps captured
 _PROFILED = 3
 
 Step = Callable[[Tensor], Tensor]
@@ -89,10 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure_all(options: argparse.Namespace) -> None:
     content: dict[str, Any] = {"machine": machine.describe(), "model": options.model, "ranks": dist.get_world_size()}
+    content["batch_size"] = options.batch_size
     if options.device == "cuda":
         content["gpu"] = torch.cuda.get_device_name()
     systems: dict[str, Any] = {}
-    for name, build in _systems().items():
+    for name, build in _systems(options.batch_size, options.device).items():
         systems[name] = asdict(_measure(build, options))
         if dist.get_rank() == 0:  # after each, so that what a crash leaves is whole
             write_json(options.output, content | {"systems": systems})
@@ -111,7 +114,7 @@ def _measure(build: Build, options: argparse.Namespace) -> Measured:
     shape = (options.batch_size, _LENGTH)
     batches = [torch.randint(_VOCABULARY, shape, generator=generator).to(options.device) for _ in range(4)]
     wait = torch.cuda.synchronize if cuda else lambda: None
-    for number in range(_FREEZE_STEP + 4):
+    for number in range(_FREEZE_STEP + _WARM_UP):
         loss = step(batches[number % 4])
     wait()
     started = time.perf_counter()
@@ -119,6 +122,7 @@ def _measure(build: Build, options: argparse.Namespace) -> Measured:
         loss = step(batches[number % 4])
     wait()
     seconds = (time.perf_counter() - started) / options.steps
+    last = float(loss)  # now: a captured step's is memory that the next one writes
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as recorded:
         for number in range(_PROFILED):
@@ -126,7 +130,7 @@ def _measure(build: Build, options: argparse.Namespace) -> Measured:
         wait()
     tokens = options.batch_size * _LENGTH * dist.get_world_size() / seconds
     peak = torch.cuda.max_memory_allocated() if cuda else 0
-    return Measured(1e3 * seconds, tokens, peak, float(loss), read_profile(recorded, _PROFILED))
+    return Measured(1e3 * seconds, tokens, peak, last, read_profile(recorded, _PROFILED))
 
 
 def _ddp(model: nn.Module) -> Step:
@@ -165,12 +169,26 @@ def _onebit(stage: int, freeze_step: int = _FREEZE_STEP) -> Build:
     return build
 
 
-def _engine(stage: int) -> Build:
+def _captured(model: nn.Module) -> Step:
+    model = model.to(torch.bfloat16)
+    optimizer = OneBitAdam(
+        model.parameters(), lr=1e-4, freeze_step=_FREEZE_STEP, comm=communication.TorchCommunicator()
+    )
+
+    def work(batch: Tensor) -> Tensor:
+        loss: Tensor = model(batch, batch.roll(1, dims=1))
+        loss.backward()
+        return loss.detach()
+
+    return CapturedStep(optimizer, work)
+
+
+def _engine(stage: int, batch_size: int) -> Build:
     def build(model: nn.Module) -> Step:
         from thinwire import initialize  # which needs pydantic
 
         config = {
-            "train_micro_batch_size_per_gpu": 1,  # which nothing is divided by: each step has one micro-batch
+            "train_micro_batch_size_per_gpu": batch_size,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "fused": True}},
             "zero_optimization": {"stage": stage, "overlap_comm": stage > 0},
@@ -188,14 +206,15 @@ def _engine(stage: int) -> Build:
     return build
 
 
-def _systems() -> dict[str, Build]:
-    """What is measured, by its name: the engine where its package is."""
-    engine = {f"engine, ZeRO-{stage}, AdamW": _engine(stage) for stage in (0, 1, 2)}
+def _systems(batch_size: int, device: str) -> dict[str, Build]:
+    """What is measured, by its name: the engine where its package is, CUDA graphs on CUDA."""
+    engine = {f"engine, ZeRO-{stage}, AdamW": _engine(stage, batch_size) for stage in (0, 1, 2)}
     return {
         "DDP, bf16 hook, fused AdamW": _ddp,
         **(engine if importlib.util.find_spec("pydantic") else {}),
         "1-bit Adam, warming up": _onebit(0, freeze_step=1 << 30),
         "1-bit Adam, frozen": _onebit(0),
+        **({"1-bit Adam, frozen, captured": _captured} if device == "cuda" else {}),
         "1-bit Adam, ZeRO-1, frozen": _onebit(1),
     }
 
@@ -212,7 +231,7 @@ def _join(device: str) -> None:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("experiments.gpu.training", "Measures BERT's training steps on the GPUs present.")
     parser.add_argument("--model", choices=tuple(SIZES), default="base", help="which BERT")
-    parser.add_argument("--batch-size", type=positive, default=32, metavar="N", help="sequences of 128 tokens a GPU")
+    parser.add_argument("--batch-size", type=positive, default=128, metavar="N", help="sequences of 128 tokens a GPU")
     parser.add_argument("--steps", type=positive, default=30, metavar="N", help="timed, of each system")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: alone, to try it out")
     output = OUTPUT / "gpu" / "train_bert.json"

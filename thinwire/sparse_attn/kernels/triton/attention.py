@@ -137,8 +137,8 @@ def score_gradients(scores, d_powers, shift, delta, rows, columns, mask, head, c
     """A tile's probabilities as the output has them, and the gradients of its scores.
 
     scores: products of queries and keys. d_powers: of the output's gradients and values. Both are [queries, keys] or
-    their transpose; rows, columns: as `attended_scores` has them. shift, delta: as `row_statistics` gives them, shaped
-    like rows.
+    their transpose; rows, columns: as `attended_scores` has them. shift: log-sum-exp in exponents of two. delta: the
+    inner product of output and its gradient. Both shaped like rows.
     """
     scores = attended_scores(scores * head.scale, rows, columns, mask, head, config, MASKED)
     attends = scores != float("-inf")
@@ -154,12 +154,10 @@ def score_gradients(scores, d_powers, shift, delta, rows, columns, mask, head, c
 
 
 @triton.jit
-def row_statistics(lse, delta, head, rows):
-    """Of a tile's queries: log-sum-exp in exponents of two, and the inner product of output and its gradient."""
-    inside = rows < head.queries
-    place = head.number * head.queries + rows
-    shift = tl.load(lse + place, mask=inside, other=float("inf")) * 1.4426950408889634
-    return shift, tl.load(delta + place, mask=inside, other=0.0)
+def exponents_of(lse, head, rows):
+    """Of a tile's queries: log-sum-exp in exponents of two."""
+    place = lse + head.number * head.queries + rows
+    return tl.load(place, mask=rows < head.queries, other=float("inf")) * 1.4426950408889634
 
 
 @triton.jit
@@ -214,10 +212,12 @@ def _along_whole_row(queries, d_out, shift, inner, rows, k, v, d_bias, item, hea
 
 
 @triton.jit
-def queries_kernel(d_out, q, k, v, lse, delta, d_q, d_bias, walk, parts, sizes, biases, dropout, scale, factor, config):
-    """Gradients of one item's queries, of one sample.
+def queries_kernel(
+    d_out, q, k, v, lse, delta, out, d_q, d_bias, walk, parts, sizes, biases, dropout, scale, factor, config
+):
+    """Gradients of one item's queries, of one sample; and `delta`, of which the gradients of keys are made.
 
-    d_out, q, k, v, d_q: Heads. lse, delta: float32 [B, H, Sq]. d_bias: float32 [B, H, Sq, Sk], or None. parts:
+    d_out, q, k, v, out, d_q: Heads. lse, delta: float32 [B, H, Sq]. d_bias: float32 [B, H, Sq, Sk], or None. parts:
     float32 [B, slots, T, WIDTH]. scale: in exponents of two. factor: what scores were scaled by.
     """
     item = load_item(walk, config)
@@ -225,7 +225,10 @@ def queries_kernel(d_out, q, k, v, lse, delta, d_q, d_bias, walk, parts, sizes, 
     rows = (item.first + tl.arange(0, config.T))[:, None]
     queries = load_rows(rows_of(q, item.batch, item.head, sizes.queries, sizes.width), item.first, config.T, config)
     of_out = load_rows(rows_of(d_out, item.batch, item.head, sizes.queries, sizes.width), item.first, config.T, config)
-    shift, inner = row_statistics(lse, delta, head, rows)
+    of_row = load_rows(rows_of(out, item.batch, item.head, sizes.queries, sizes.width), item.first, config.T, config)
+    inner = tl.sum(of_out.to(tl.float32) * of_row.to(tl.float32), 1)[:, None]
+    tl.store(delta + head.number * sizes.queries + rows, inner, mask=rows < sizes.queries)
+    shift = exponents_of(lse, head, rows)
     k_rows = rows_of(k, item.batch, item.head, sizes.keys, sizes.width)
     v_rows = rows_of(v, item.batch, item.head, sizes.keys, sizes.width)
     if d_bias is not None:
@@ -249,7 +252,8 @@ def _along_column(
     rows = (first + tl.arange(0, config.STEP))[None, :]
     queries = load_rows(q, first, config.STEP, config)
     of_out = load_rows(d_out, first, config.STEP, config)
-    shift, inner = row_statistics(lse, delta, head, rows)
+    shift = exponents_of(lse, head, rows)
+    inner = tl.load(delta + head.number * head.queries + rows, mask=rows < head.queries, other=0.0)
     mask = mask_of(entry, head.walk, config) if MASKED else 0
     # Transposed, so that what comes out of two products goes into two more as it lies in registers.
     scores, d_powers = product(keys, tl.trans(queries)), product(values, tl.trans(of_out))

@@ -135,23 +135,22 @@ class _Call:
 
     def options(self) -> dict[str, Any]:
         """What kernels are compiled for, a tile's shape and warps for it among them."""
-        wanted = (
-            self.pattern.causal,
-            self.pattern.key_bias is not None,
-            self.pattern.bias is not None,
-            self.pattern.dropout_p > 0,
-            self.pattern.index.block,
-            self.shape.tile,
-            self.shape.step,
-            self.padded,
-        )
-        config = Config(*map(tl.constexpr, wanted))
-        return {"config": config, "num_warps": self.shape.warps, "num_stages": self.shape.stages}
+        pattern = self.pattern
+        masked = pattern.causal, pattern.key_bias is not None, pattern.bias is not None, pattern.dropout_p > 0
+        return _options(*masked, pattern.index.block, self.shape, self.padded)
 
     def parts(self, work: Work) -> Tensor:
         """Where the parts of long rows are put down: float32 [B, slots, T, WIDTH]."""
         shape = (self.batch, max(work.slots, 1), self.shape.tile, self.padded)
         return torch.empty(shape, device=self.pattern.seed.device)
+
+
+@functools.cache  # a launch is the sooner made the more of what it is compiled for is the same object
+def _options(
+    causal: bool, has_key_bias: bool, has_bias: bool, dropout: bool, block: int, shape: Shape, padded: int
+) -> dict[str, Any]:
+    wanted = causal, has_key_bias, has_bias, dropout, block, shape.tile, shape.step, padded
+    return {"config": Config(*map(tl.constexpr, wanted)), "num_warps": shape.warps, "num_stages": shape.stages}
 
 
 @where_its_tensor_is
@@ -183,18 +182,18 @@ def backward(
     A bias that several heads or samples share has its gradient summed from one of [B, H, Sq, Sk].
     """
     bias = pattern.bias if needs_d_bias else None
-    d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0 or k.numel() == 0:
-        return d_q.zero_(), d_k, d_v, None if bias is None else torch.zeros_like(bias)
+        return d_q.zero_(), d_k.zero_(), d_v.zero_(), None if bias is None else torch.zeros_like(bias)
     d_bias = None if bias is None else bias.new_zeros(*q.shape[:3], k.size(2))
-    delta = (d_out.float() * out.float()).sum(-1)
+    delta = torch.empty_like(lse)
     inputs = (*map(_heads, (d_out, q, k, v)), lse, delta)
 
     call = _Call.of("queries", q, k, pattern)
     rows, _ = call.plans()
     parts = call.parts(rows)
     queries_kernel[(len(rows.items), call.batch)](
-        *inputs, _heads(d_q), d_bias, rows, parts, factor=pattern.scale, **call.scores()
+        *inputs, _heads(out), _heads(d_q), d_bias, rows, parts, factor=pattern.scale, **call.scores()
     )
     _add_parts(call, d_q, rows, parts)
 
