@@ -54,7 +54,6 @@ def _compile(_: argparse.Namespace) -> int:
 
 
 def _add_meet_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `python -m thinwire meet`."""
     parser.description = (
         "Serve the place where the workers of elastic jobs meet, until it is ended. It has to outlive the jobs: run it "
         "on a host that stays. Workers are told of it by THINWIRE_MEETING=HOST:PORT in their environment."

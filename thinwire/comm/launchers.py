@@ -238,7 +238,6 @@ def _is_loopback(address: str) -> bool:
 
 
 def _private_folder() -> Path:
-    """A folder of this user's that no other user can read or write."""
     folder = Path(tempfile.gettempdir()) / f"thinwire-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()

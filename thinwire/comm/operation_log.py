@@ -178,7 +178,6 @@ def _table(found: Sequence[OperationStatistics]) -> str:
 
 
 def _shown_size(nbytes: int) -> str:
-    """`nbytes` with the unit that people would use."""
     size, unit = float(nbytes), 0
     while size >= 1024 and unit + 1 < len(_UNITS):
         size, unit = size / 1024, unit + 1

@@ -328,7 +328,6 @@ class Exchange:
         return self._next
 
     def _encode_part(self, place: slice, packets: Tensor) -> None:
-        """Encode a part of every shard."""
         before, after, valid = self.worker_residual, self.next_residual, self.numel - self.worker_place.start
         if before is None or before.dtype == torch.float32:
             self.codec.encode(after, before, packets, valid, place)
@@ -360,7 +359,6 @@ class Exchange:
         raise NotImplementedError
 
     def _packets(self, rows: int, number: int) -> Tensor:
-        """Room for packets of a part."""
         return torch.empty(rows, self._part_bytes[number], dtype=torch.uint8, device=self._device)
 
 

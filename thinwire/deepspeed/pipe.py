@@ -139,7 +139,6 @@ class PipelineModule(nn.Sequential):
 
     @override
     def forward(self, *given: Any) -> Any:
-        """Run the layers that are here."""
         layers, interval = list(self), self.activation_checkpoint_interval
         for start in range(0, len(layers), interval or max(1, len(layers))):
             run = _Run(layers[start : start + (interval or len(layers))])

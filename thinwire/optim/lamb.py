@@ -112,7 +112,6 @@ def square_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _check_group(group: Mapping[str, Any]) -> None:
-    """Raise ValueError for a parameter group, or defaults for one, whose LAMB hyperparameters cannot work."""
     check_group(group)
     if not 0 < group["min_coeff"] <= group["max_coeff"]:
         raise ValueError(

@@ -189,7 +189,6 @@ class Storage(ABC):
         self._load_owned(bucket, names, source)
 
     def _load_owned(self, bucket: Bucket, names: Sequence[str], source: SliceSource) -> None:
-        """Take over the state that this rank holds of its own shard only."""
         first = self._wire.comm.rank * bucket.layout.shard
         for kind in bucket.owned:
             for run in runs_in(bucket.layout, slice(first, first + bucket.layout.shard)):

@@ -104,7 +104,6 @@ def _backward_fake(
 def _backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and bias."""
     *shared, needs_d_bias = rest
     pattern = _pattern(shared, q, k)
     d_q, d_k, d_v, d_bias = _kernels(q.device).backward(d_out, q, k, v, out, lse, pattern, needs_d_bias=needs_d_bias)

@@ -145,7 +145,6 @@ def _check(
     state_dict: Mapping[str, Any],
     optimizer: str,
 ) -> None:
-    """Raise ValueError where this state cannot be loaded."""
     saved = state_dict.get("thinwire") if isinstance(state_dict, Mapping) else None
     if saved is None:
         raise ValueError(

@@ -123,7 +123,6 @@ def _move(
     rate: float,
     decay: float,
 ) -> None:
-    """Move some of the weights of one run."""
     moved = weights.view(-1)[of_run].mul_(decay)
     if form == "divided":
         assert denominators is not None

@@ -130,7 +130,6 @@ def _pack(bits: Tensor) -> Tensor:
 
 
 def _unpack(codes: Tensor) -> Tensor:
-    """Inverse of `_pack`."""
     shifts = torch.arange(8, device=codes.device, dtype=torch.uint8)
     return ((codes.unsqueeze(2) >> shifts) & 1).flatten(1).to(torch.bool)
 

@@ -116,7 +116,6 @@ def _refuse_other_parallelism(folder: Path, names: list[str]) -> None:
 
 
 def _by_rank(folder: Path, names: list[str], pattern: re.Pattern[str]) -> list[Path]:
-    """Each rank's file, in the order of ranks."""
     found: dict[int, str] = {}
     for name in names:
         if not (match := pattern.fullmatch(name)):
@@ -243,7 +242,6 @@ class ModelFiles:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether these hold the same bits."""
     if one is other:
         return True
     whole = one.dtype == other.dtype and one.shape == other.shape

@@ -152,7 +152,6 @@ class Init:
 
     @torch.no_grad()
     def _cut(self, module: nn.Module) -> None:
-        """Cut a module's own parameters."""
         assert self._comm is not None
         for parameter in module._parameters.values():
             if parameter is None or parameter.is_meta or torch.nn.parameter.is_lazy(parameter):

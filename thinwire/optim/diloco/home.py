@@ -256,7 +256,6 @@ class LocalHome(Home):
         return [one.state for one in self.outer_steps]
 
     def _saved_states(self) -> list[OuterState]:
-        """What of these this rank saves."""
         return self._states()
 
     def _note_met(self) -> None:
@@ -269,7 +268,6 @@ class LocalHome(Home):
             self.weights.take_over_written()
 
     def _leave_due(self) -> None:
-        """Send the fragments that leave after this step."""
         due = self._timetable.leaving(self.steps)
         if due and self._shared.share and not self._shared.found:
             self._shared.cut(self._shared.agree())
@@ -344,7 +342,6 @@ class LocalHome(Home):
             self._bring(one)
 
     def _bring(self, one: UnderWay) -> Arrived:
-        """Wait for what a fragment brings."""
         for earlier in self.under_way[: self.under_way.index(one) + 1]:
             self._pass_on(earlier)
         if one.arrived is None:

@@ -57,7 +57,6 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         self._begin_again()
 
     def _begin_again(self) -> None:
-        """Be at step 0."""
         sharded, options, recipe = self._parameters, self._options, self._recipe
         algorithm, order = recipe.algorithm(), sharded.order
         parameters = Parameters(
@@ -82,7 +81,6 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
     # One step
 
     def _prepare(self) -> None:
-        """Be ready for the kind of step that comes next."""
         (group,), step = self.groups, self.in_flight
         step.begin()
         step.number = group.clock.steps

@@ -266,7 +266,6 @@ def known_attention(attention: str, horizontal: bool = False) -> None:
 
 
 def _check_global_ranges(first: Sequence[int], end: Sequence[int] | None) -> None:
-    """Raise ValueError for ranges that are no lists of whole numbers, that are empty, or do not pair."""
     _whole_numbers("global_block_indices", first)
     if end is None:
         end = [start + 1 for start in first]

@@ -144,7 +144,6 @@ def layout_to_config(layout: Layout) -> dict[str, Any]:
 
 
 def _parameters(layout: type[Layout]) -> dict[str, Any]:
-    """A layout's parameters and their defaults."""
     return {one.name: one.default for one in fields(layout) if one.init and one.name != "num_heads"}
 
 

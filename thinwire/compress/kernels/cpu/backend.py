@@ -231,7 +231,6 @@ def _bytes(tensor: Tensor) -> NDArray[Any]:
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:
-    """The tensor's own memory."""
     return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
 
 

@@ -117,7 +117,6 @@ def _move(weights: int, replica: int, kind: int, moves: _Move, u: int, denominat
 
 @inner
 def _moved(weights: floats.Vector, u: floats.Vector, denominators: floats.Vector, moves: _Move) -> floats.Vector:
-    """Sixteen weights."""
     decayed, rate = floats.multiply(weights, floats.broadcast(moves.decay)), floats.broadcast(moves.rate)
     if moves.divides:
         moved = floats.add(decayed, floats.divide(floats.multiply(rate, u), denominators))
