@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -141,8 +142,9 @@ class PipelineModule(nn.Sequential):
     def forward(self, *given: Any) -> Any:
         layers, interval = list(self), self.activation_checkpoint_interval
         for start in range(0, len(layers), interval or max(1, len(layers))):
-            run = _Run(layers[start : start + (interval or len(layers))])
-            again = interval and torch.is_grad_enabled() and self._recomputes(run.layers)
+            some = layers[start : start + (interval or len(layers))]
+            run = partial(_run, some)
+            again = interval and torch.is_grad_enabled() and self._recomputes(some)
             value = self.activation_checkpoint_func(run, *given) if again else run(*given)
             given = value if isinstance(value, tuple) else (value,)
         return given if len(given) > 1 else given[0]
@@ -153,17 +155,11 @@ class PipelineModule(nn.Sequential):
         return any(True for layer in layers for _ in layer.parameters())
 
 
-class _Run:
-    """Some layers as a function."""
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self.layers = layers
-
-    def __call__(self, *given: Any) -> Any:
-        value = given if len(given) > 1 else given[0]
-        for layer in self.layers:
-            value = layer(value)
-        return value
+def _run(layers: Sequence[nn.Module], *given: Any) -> Any:
+    value = given if len(given) > 1 else given[0]
+    for layer in layers:
+        value = layer(value)
+    return value
 
 
 def _built(layer: Any, tied: dict[str, nn.Module]) -> nn.Module:

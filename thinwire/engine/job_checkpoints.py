@@ -101,7 +101,8 @@ class JobCheckpoints:
         state = on_every_rank(comm, check, "save a checkpoint", (TypeError, ValueError))
         tag = _one_tag(comm, tag, self._job.config.checkpoint.tag_validation)
         left_out = self._frozen() if exclude_frozen else []
-        return self._store(folder).save(tag, self._snapshot(progress, state, data_position, left_out), latest)
+        snapshot = self._snapshot(progress, state, data_position, left_out)
+        return self._store(folder).save(tag, self._placed(snapshot), latest)
 
     def load(
         self, folder: str | os.PathLike[str], tag: str | None, parts: Parts
@@ -204,7 +205,7 @@ class JobCheckpoints:
             return f"it is of another model: {difference}"
         if "optimizer" in used and parts.strict:
             try:
-                job.optimizer.check(found if self._here is None and "mesh" not in found.shared else self._source(found))
+                job.optimizer.check(self._source(found))
             except DamagedStateError as error:
                 return f"{MANIFEST} does not hold what an engine saves: {error}"
             except (ValueError, TypeError):
@@ -258,6 +259,10 @@ class JobCheckpoints:
             buffers=self._buffers() if job.world.rank == 0 else {},
         )
 
+    def _placed(self, snapshot: Snapshot) -> Snapshot:
+        """What was found here, at its place in the whole model."""
+        return snapshot
+
     def _client_state(self, found: LoadedCheckpoint) -> dict[str, Any]:
         plain = found.shared["client_state"]
         special = [SpecialValue.model_validate(one) for one in found.shared.get("client_values", ())]
@@ -289,7 +294,7 @@ class JobCheckpoints:
         """Weights and buffers, and the optimizer's state with them where it is wanted."""
         optimizer = self._job.optimizer
         self._keep_missing(found)
-        source = found if self._here is None and "mesh" not in found.shared else self._source(found)
+        source = self._source(found)
         if not (parts.weights_only or parts.optimizer):
             optimizer.reset_state()
         if parts.optimizer and not parts.weights_only:
@@ -310,6 +315,8 @@ class JobCheckpoints:
 
     def _source(self, found: LoadedCheckpoint) -> SliceSource:
         """What is here of a checkpoint, whichever ranks saved it."""
+        if self._here is None and "mesh" not in found.shared:
+            return found
         here = self._here or Regions(self._job.world, None, self._parameters)
         return PartSource(found, here, self._job.comm, self._job.optimizer.counters())
 

@@ -4,6 +4,7 @@ the overflow it causes."""
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class FixedLossScale:
         self.iterations = state.get("iterations", 0)
 
 
+@dataclass(eq=False)
 class DynamicLossScale:
     """Doubles after `window` steps in a row without an overflow, the first of which does not count;
     halves at overflows, the first `hysteresis` - 1 of which are let pass. What was let pass is forgiven when the scale
@@ -67,26 +69,16 @@ class DynamicLossScale:
 
     dynamic = True
 
-    def __init__(
-        self,
-        initial: float,
-        window: int,
-        hysteresis: int,
-        minimum: float,
-        *,
-        forgives_at_once: bool = False,
-        stays_at_minimum: bool = False,
-    ) -> None:
-        self.value = initial
-        self.window = window
-        self.hysteresis = hysteresis
-        self.minimum = minimum
-        self.iterations = 0
-        self._forgives_at_once = forgives_at_once
-        self._stays_at_minimum = stays_at_minimum
-        self._forbearance = hysteresis
-        self._steps_without_overflow = 0
-        self._overflows_at_minimum = 0
+    value: float
+    window: int
+    hysteresis: int
+    minimum: float
+    forgives_at_once: bool = field(default=False, kw_only=True)
+    stays_at_minimum: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._forbearance = self.hysteresis
+        self.iterations = self._steps_without_overflow = self._overflows_at_minimum = 0
 
     def check(self, dtype: torch.dtype) -> None:
         """Any dtype: the scale goes down until it can hold it."""
@@ -104,7 +96,7 @@ class DynamicLossScale:
         doubles = counted > 0 and counted % self.window == 0
         if doubles:
             self.value *= 2
-        if doubles or self._forgives_at_once:
+        if doubles or self.forgives_at_once:
             self._forbearance = self.hysteresis
 
     def state(self) -> dict[str, Any]:
@@ -128,7 +120,7 @@ class DynamicLossScale:
             self._forbearance -= 1
         elif self.value > self.minimum:
             self.value = max(self.value / 2, self.minimum)
-        elif self._stays_at_minimum:
+        elif self.stays_at_minimum:
             self._overflows_at_minimum += 1
             if self._overflows_at_minimum == _MANY:
                 warnings.warn(f"{_MANY} steps in a row were skipped: {self._too_large}", RuntimeWarning, stacklevel=5)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 import torch
 from safetensors.torch import load, save
@@ -13,7 +11,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from thinwire.engine.checkpoint.client_state import ClientState
 from thinwire.engine.checkpoint.part_source import part_values
 from thinwire.engine.checkpoint.regions import Regions
 from thinwire.engine.checkpoint.store import Snapshot
@@ -41,20 +38,14 @@ class PartCheckpoints(JobCheckpoints):
         return self._all_frozen
 
     @override
-    def _snapshot(
-        self,
-        progress: dict[str, int],
-        client_state: ClientState,
-        data_position: dict[str, Any] | None,
-        left_out: Collection[str],
-    ) -> Snapshot:
-        found, here = super()._snapshot(progress, client_state, data_position, left_out), self._here
+    def _placed(self, snapshot: Snapshot) -> Snapshot:
+        here = self._here
         first = here.place["dp"] == here.place["tp"] == 0
         return replace(
-            found,
-            slices=here.of_whole(found.slices),
-            shared=found.shared | here.shared(),
-            rank_values=found.rank_values | part_values(here, self._job.optimizer.counters()),
+            snapshot,
+            slices=here.of_whole(snapshot.slices),
+            shared=snapshot.shared | here.shared(),
+            rank_values=snapshot.rank_values | part_values(here, self._job.optimizer.counters()),
             buffers=self._buffers() if first else {},
         )
 

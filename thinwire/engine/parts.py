@@ -21,6 +21,7 @@ from thinwire.zero.fsdp import join_process_group
 
 Loss = Callable[[Any, Any], Tensor]
 Span = Callable[[str], AbstractContextManager[Any]]
+_UNFIT = (ValueError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,11 @@ def part_of(
         replicas = LoggedCommunicator(replicas, comm.log)
     whole = dict(model.named_parameters())
     if cut > 1:
-        _each(comm, lambda: parallelize(model, mesh["tp"]), "cut the model's layers")
+        on_every_rank(comm, lambda: parallelize(model, mesh["tp"]), "cut the model's layers", _UNFIT)
     pipeline, part = None, model
     if stages > 1:
         section = settings.pipeline
-        pipeline = _each(
+        pipeline = on_every_rank(
             comm,
             lambda: Pipeline(
                 model,
@@ -74,6 +75,7 @@ def part_of(
                 gradients=section.gradients,
             ),
             "split the model into stages",
+            _UNFIT,
         )
         part = pipeline.modules
     here = {id(one) for one in part.parameters()}
@@ -113,8 +115,3 @@ def _mesh(device: torch.device, sizes: tuple[int, int, int], timeout: float) -> 
         options._timeout = group_timeout(timeout)
         backends = {name: ("gloo", options) for name in names}
     return init_device_mesh(device.type, sizes, mesh_dim_names=names, backend_override=backends)
-
-
-def _each(comm: Communicator, change: Callable[[], Any], what: str) -> Any:
-    """What `change` returns. Those that fail together, as ranks of one pipeline do, let all others know."""
-    return on_every_rank(comm, change, what, (ValueError, TypeError))

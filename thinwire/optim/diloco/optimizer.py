@@ -153,7 +153,7 @@ class DiLoCo(SynchronizedOptimizer):
         outer: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "share": share or {}}
 
         def check() -> Any:
-            check_options(inner_class, wire, **plan, **outer, elastic=elastic)
+            check_options(inner_class, plan | wire | outer, elastic)
             check_parameters(tensors_in(given := listed(params)), type(self).__name__, whole=True)
             return given
 

@@ -23,22 +23,10 @@ COMMUNICATES = (
 )
 
 
-def check_options(
-    inner_class: object,
-    wire: Mapping[str, Any],
-    *,
-    every: object,
-    overlap: object,
-    fragments: object,
-    mix: float | Literal["carry"],
-    stage: int,
-    outer_lr: float | Literal["auto"] | None,
-    outer_momentum: float,
-    share: object = None,
-    elastic: object = None,
-) -> None:
-    """Raise ValueError or TypeError for options that cannot work; `wire`: codec, block_size, guard and tokens."""
-    codec, guard, tokens = wire["codec"], wire["guard"], wire["tokens"]
+def check_options(inner_class: object, given: Mapping[str, Any], elastic: object) -> None:
+    """Raise ValueError or TypeError for options that cannot work; `given`: those of DiLoCo by their names."""
+    every, overlap, fragments, mix = (given[name] for name in ("every", "overlap", "fragments", "mix"))
+    codec, outer_lr, guard, tokens = (given[name] for name in ("codec", "outer_lr", "guard", "tokens"))
     if not callable(inner_class):
         raise TypeError(
             f"inner_class must be an optimizer class, or a function that builds one from groups, got {inner_class!r}: "
@@ -46,10 +34,9 @@ def check_options(
         )
     if isinstance(inner_class, type) and issubclass(inner_class, SynchronizedOptimizer):
         raise ValueError(f"{inner_class.__name__} {COMMUNICATES}")
-    make_codec(codec, wire["block_size"])
-    _check_share(share, elastic)
+    make_codec(codec, given["block_size"])
+    _check_share(given["share"], elastic)
     check_count("every", every)
-    assert isinstance(every, int)
     if isinstance(overlap, bool) or not isinstance(overlap, int) or not 0 <= overlap < every:
         raise ValueError(
             f"overlap must be a number of steps from 0 up to, not including, every={every}, got {overlap!r}: a "
@@ -66,19 +53,21 @@ def check_options(
         check_count("fragments", fragments)
     for name, value, low, high in (
         ("mix", 0.0 if mix == "carry" else mix, 0.0, 1.0),
-        ("outer_momentum", outer_momentum, 0.0, 1.0),
+        ("outer_momentum", given["outer_momentum"], 0.0, 1.0),
         ("outer_lr", 1.0 if outer_lr in (None, "auto") else outer_lr, 0.0, math.inf),
         ("guard", 3.0 if guard is None else guard, 1.0, math.inf),
         ("tokens", 1.0 if tokens is None else tokens, 1e-9, 1e15),
     ):
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not low <= value < high:  # type: ignore[operator]
+        if not number or not low <= value < high:
             word = {"outer_lr": ', or "auto"', "mix": ', or "carry"', "guard": ", or None"}.get(name, "")
             raise ValueError(
                 f"{name} must be a number from {low:g} up to, not including, {high:g}{word}, got {value!r}"
             )
-    if stage not in (0, 1, 2):
-        raise ValueError(f"stage must be 0, 1 or 2 for DiLoCo, got {stage!r}: every worker needs its own whole replica")
+    if given["stage"] not in (0, 1, 2):
+        raise ValueError(
+            f"stage must be 0, 1 or 2 for DiLoCo, got {given['stage']!r}: every worker needs its own whole replica"
+        )
 
 
 def overlap_and_mix(
