@@ -131,7 +131,8 @@ def test_steps_are_those_of_the_specification(
 def test_a_norm_is_known_before_the_average_is(comm: Communicator) -> None:
     """In half the bytes where that is less than a sketch, which is right to some standard deviations of 0.55%."""
     for numels, tolerance in (({0: 30_000, 2: 2_768}, 1e-3), ({0: 30_000, 2: 2_769}, 0.02)):
-        sketch = NormSketch(comm, numels, torch.device("cpu"))
+        parameters = {number: torch.empty(numel) for number, numel in numels.items()}
+        sketch = NormSketch(comm, parameters, torch.device("cpu"))
         for step in range(3):
             sketch.begin(step)
             generator = torch.Generator().manual_seed(3 * step + comm.rank)
@@ -154,7 +155,7 @@ def test_stages_share_one_sketch(comm: Communicator) -> None:
     pipeline.note([parameter])
     replica = Replica.among(averaging, [parameter])
     replica.check([parameter], ["one"], {})
-    sketch = NormSketch(averaging, {0: numel}, torch.device("cpu"), replica=(replica, [parameter]))
+    sketch = NormSketch(averaging, {0: parameter}, torch.device("cpu"), replica)
     for step, (scale, tolerance) in enumerate([(1.0, 0.02), (1.0, 0.02), (0.0, 0.04), (0.0, 0.04)]):
         sketch.begin(step)
         own = torch.randn(numel, generator=torch.Generator().manual_seed(4 * step + comm.rank))

@@ -7,12 +7,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from thinwire.comm import Communicator, Work
+from thinwire.comm import Work
 from thinwire.comm.agreement import NodeLinks
 from thinwire.zero.bucket_layout import BucketLayout, Slot
 from thinwire.zero.gradient_seal import Seal
 from thinwire.zero.master_weights import FlatBucket, ShardedParameters
-from thinwire.zero.placement import Averaging
+from thinwire.zero.placement import Sharding
 
 
 class BucketTransport(Protocol):
@@ -63,8 +63,8 @@ class BucketGradients:
     and 2, nodes' sums leave, in fp32 or the `wire_dtype`.
 
     Stages 0 and 1 keep `.grad` of every parameter as a view of one flat tensor; stage 2 frees each bucket once it has
-    left, in the parameters' dtype, and adds what further backwards bring to its shard. `averaging` says in which dtype
-    gradients add up and travel, and by what they are divided first.
+    left, in the parameters' dtype, and adds what further backwards bring to its shard. `sharding.averaging` says in
+    which dtype gradients add up and travel, and by what they are divided first.
 
     `filled`: whether this step has brought an average. `accumulated_dtype`: in which gradients add up. `seal`: of
     `.grad`, in which averages arrive at stage 0.
@@ -72,20 +72,13 @@ class BucketGradients:
 
     may_stay = True
 
-    def __init__(
-        self,
-        bucket: FlatBucket,
-        comm: Communicator,
-        stage: int,
-        averaging: Averaging,
-        seal: Seal,
-        links: NodeLinks | None = None,
-    ) -> None:
+    def __init__(self, bucket: FlatBucket, sharding: Sharding, seal: Seal, links: NodeLinks | None = None) -> None:
+        stage, averaging = sharding.stage, sharding.averaging
         self.bucket = bucket
         self.stage = stage
         self.overwrites_gradients = stage == 1  # on the owner
         self._links = links
-        self._comm = comm if links is None or links.between is None else links.between
+        self._comm = bucket.comm if links is None or links.between is None else links.between
         self.accumulated_dtype = averaging.accumulated(bucket.dtype)
         self._flat_dtype = bucket.dtype if stage == 2 else self.accumulated_dtype
         self._wire_dtype = averaging.wire_dtype or (self._flat_dtype if links is None else torch.float32)
@@ -207,8 +200,7 @@ class BucketGradients:
 
 def averaging_gradients(parameters: ShardedParameters, seal: Seal) -> list[BucketGradients]:
     """What averages every bucket's gradients exactly, each rank keeping what the stage keeps."""
-    given = parameters.sharding.stage, parameters.sharding.averaging, seal, parameters.links
-    return [BucketGradients(one, parameters.exchange_comm, *given) for one in parameters.buckets]
+    return [BucketGradients(one, parameters.sharding, seal, parameters.links) for one in parameters.buckets]
 
 
 def _mean(rows: Tensor, divided_by: float) -> Tensor:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import NodeLinks, check_same_on_every_rank, link_nodes, on_every_rank
+from thinwire.comm.agreement import check_same_on_every_rank, link_nodes, on_every_rank
 from thinwire.zero.bucket_layout import BucketLayout, Slot
 from thinwire.zero.gradient_seal import whole_of
 from thinwire.zero.placement import Placement, Sharding, WeightGate
@@ -52,31 +52,22 @@ def runs_in(layout: BucketLayout, place: slice) -> list[Run]:
 class FlatBucket:
     """Parameters as views of `flat`, [padded_numel] in `dtype`, and the shard of it that this rank owns.
 
-    Construction moves the parameters: their `.data` becomes a view. `keep` says which of the values before rounding to
-    `dtype` to keep in fp32 for `take_initial`: the "shard", the "whole" bucket or nothing. `family`: all buckets of a
+    Construction moves the parameters: their `.data` becomes a view. Of values that are rounded to `dtype`, those before
+    are kept in fp32 for `take_initial`: the shard's, or at stage 0 the whole bucket's. `family`: all buckets of a
     model. `gathering`: what gathers shards, over `comm`'s ranks or by node. `seed`: of what is rounded by chance.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        links: NodeLinks | None,
-        index: int,
-        layout: BucketLayout,
-        parameters: Sequence[Tensor],
-        dtype: torch.dtype,
-        keep: Literal["shard", "whole"] | None,
-    ) -> None:
+    def __init__(self, model: ShardedParameters, index: int, layout: BucketLayout, dtype: torch.dtype) -> None:
         self.index, self.layout = index, layout
-        self.dtype, self.comm = dtype, comm
-        self.gathering = comm if links is None else links
-        self.family = [self]
-        self.parameters = [parameters[slot.parameter] for slot in layout.slots]
+        self.dtype, self.comm = dtype, model.exchange_comm
+        self.gathering = self.comm if model.links is None else model.links
+        self.family = model.buckets
+        self.parameters = [model.order.parameters[slot.parameter] for slot in layout.slots]
         tie = kind_of(self.parameters[0])[1]
         self.seed = index if tie < 0 else (1 << 19) + tie
         self._shapes = {slot: one.shape for slot, one in self.members()}
         self.flat = torch.zeros(layout.padded_numel, dtype=dtype, device=self.parameters[0].device)
-        self._initial = self._initial_values(keep) if keep else None
+        self._initial = None if dtype == torch.float32 else self._initial_values(whole=model.sharding.stage == 0)
         self._addresses, self._versions = [], []
         for slot, parameter in self.members():
             view = self.view(self.flat, slot)
@@ -146,11 +137,11 @@ class FlatBucket:
         initial, self._initial = self._initial, None
         return initial
 
-    def _initial_values(self, keep: Literal["shard", "whole"]) -> Tensor:
-        numel = self.layout.padded_numel if keep == "whole" else self.layout.shard
+    def _initial_values(self, *, whole: bool) -> Tensor:
+        numel = self.layout.padded_numel if whole else self.layout.shard
         values = torch.zeros(numel, device=self.flat.device)
         by_number = {slot.parameter: one for slot, one in self.members()}
-        for run in runs_in(self.layout, slice(0, self.layout.numel)) if keep == "whole" else self.own_runs:
+        for run in runs_in(self.layout, slice(0, self.layout.numel)) if whole else self.own_runs:
             parameter = by_number[run.parameter].detach()
             values[run.place].copy_(parameter.reshape(-1)[run.start : run.start + run.numel])
         return values
@@ -301,13 +292,9 @@ class ShardedParameters:
         self.masters: list[MasterWeights] = []
         self.gate: WeightGate | None = None
         self.gated: set[int] = set()
-        extent: Literal["whole", "shard"] = "whole" if sharding.stage == 0 else "shard"
         for index, (layout, dtype) in enumerate(self.order.partition(comm.size, sharding)):
-            keep = None if dtype == torch.float32 else extent
-            bucket = FlatBucket(self.exchange_comm, self.links, index, layout, self.order.parameters, dtype, keep)
-            self.buckets.append(bucket)
-            bucket.family = self.buckets
-            self.masters.append(MasterWeights(bucket, sharding))
+            self.buckets.append(FlatBucket(self, index, layout, dtype))
+            self.masters.append(MasterWeights(self.buckets[-1], sharding))
         self.shares = [] if self.replica is None else [self.replica.share(one.parameters[0]) for one in self.buckets]
 
     @property

@@ -28,7 +28,7 @@ from thinwire.zero.bucket_layout import Slot
 from thinwire.zero.gradient_seal import Seal
 from thinwire.zero.gradients import BucketGradients
 from thinwire.zero.master_weights import FlatBucket, ShardedParameters, runs_in
-from thinwire.zero.placement import Averaging
+from thinwire.zero.placement import Sharding
 from thinwire.zero.rank_state import warn_of_lost_residuals
 from thinwire.zero.saved_state import (
     AVERAGE_RESIDUAL,
@@ -53,15 +53,9 @@ class RoundedGradients(BucketGradients):
     """
 
     def __init__(
-        self,
-        bucket: FlatBucket,
-        stage: int,
-        averaging: Averaging,
-        seal: Seal,
-        exchange: Exchange,
-        loss_scale: Callable[[], float],
+        self, bucket: FlatBucket, sharding: Sharding, seal: Seal, exchange: Exchange, loss_scale: Callable[[], float]
     ) -> None:
-        super().__init__(bucket, bucket.comm, stage, averaging, seal)
+        super().__init__(bucket, sharding, seal)
         self._shard = None
         self.overwrites_gradients = False
         self.exchange = exchange
@@ -246,7 +240,7 @@ def rounded_gradients(
         else:
             exchange = make_exchange(Exchange, *over, there, **given)
         compiled |= there.has_kernels or back.has_kernels
-        found.append(RoundedGradients(bucket, sharding.stage, sharding.averaging, seal, exchange, loss_scale))
+        found.append(RoundedGradients(bucket, sharding, seal, exchange, loss_scale))
     if compiled:
         prepare_kernels(parameters.device.type, ("encode", "average_and_encode", "decode"))
         wait_for_kernels(parameters.device.type)

@@ -236,10 +236,9 @@ class Synchronizer:
 
     def _begin_sketch(self) -> NormSketch:
         if self._sketch is None:
-            slots = [slot for bucket in self._layout.buckets for slot in bucket.layout.slots]
-            numels = {slot.parameter: slot.numel for slot in slots}
-            replica = None if self._home.replica is None else (self._home.replica, self._table.parameters)
-            self._sketch = NormSketch(self._layout.comm, numels, self._table.parameters[0].device, replica=replica)
+            every, slots = self._table.parameters, (slot for one in self._layout.buckets for slot in one.layout.slots)
+            placed = {slot.parameter: every[slot.parameter] for slot in slots}
+            self._sketch = NormSketch(self._layout.comm, placed, every[0].device, self._home.replica)
         self._sketch.begin(self._step.number)
         return self._sketch
 

@@ -47,11 +47,8 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         dtypes = [torch.float32 if one.dtype == torch.float32 else torch.bfloat16 for one in parameters.buckets]
         self._wire = Wire(parameters.exchange_comm, options, parameters.links, residual_dtypes=dtypes)
         self._watched: tuple[Sequence[BucketTransport], object] = ([], None)
-        numels = {number: one.numel() for number, one in enumerate(parameters.order.parameters)}
-        clips = bool(options.clips_to)
-        replica = None if self.replica is None else (self.replica, parameters.order.parameters)
-        of_all = parameters.exchange_comm, numels, parameters.device
-        self._sketch = NormSketch(*of_all, replica=replica) if clips else None
+        of_all = parameters.exchange_comm, dict(enumerate(parameters.order.parameters)), parameters.device
+        self._sketch = NormSketch(*of_all, self.replica) if options.clips_to else None
         self.in_flight = Step(parameters.groups, options.averaging.divide_first, options.clips_to)
         options.averaging.prepare(self.parameters)
         self._begin_again()
