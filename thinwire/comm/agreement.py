@@ -55,10 +55,7 @@ def on_every_rank(
 
 
 def check_same_on_every_rank(
-    comm: Communicator,
-    parameters: Sequence[Tensor],
-    groups: Sequence[Mapping[str, Any]],
-    settings: Mapping[str, Any],
+    comm: Communicator, parameters: Sequence[Tensor], groups: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> None:
     """Raise ValueError on every rank, naming the first difference, unless all hold the same parameters and settings.
 

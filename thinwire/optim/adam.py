@@ -22,35 +22,26 @@ from thinwire.optim.step import AdamSettings, Clock, Members
 Compressed = Literal["update", "momentum"]
 
 
-def warmup_step(
-    gradients: list[Tensor],
-    weights: list[Tensor],
-    momenta: list[Tensor],
-    variances: list[Tensor],
-    settings: AdamSettings,
-    step: int,
-) -> None:
+def warmup_step(members: Members, step: int) -> None:
     """AdamW, in place: m ← β₁ m + (1 - β₁) g, v ← β₂ v + (1 - β₂) g², w -= lr · m̂ / (√v̂ + ε)."""
+    settings, gradients = members.settings, members.averages
     factors = replace(
         _factors(settings, step),
         decay=1 - settings.lr * settings.weight_decay,
         rate=settings.lr / settings.first_correction(step),
     )
-    execute_adam_step(AdamStep(factors, gradients=gradients, momenta=momenta, variances=variances, weights=weights))
-
-
-def track_moments(
-    gradients: list[Tensor],
-    momenta: list[Tensor],
-    variances: list[Tensor],
-    denominators: list[Tensor],
-    settings: AdamSettings,
-    step: int,
-) -> None:
-    """m and v of `warmup_step`, in place, and √v̂ + ε into `denominators`, which may be the gradients."""
-    factors = _factors(settings, step)
+    momenta, variances = members["exp_avg"], members["exp_avg_sq"]
     execute_adam_step(
-        AdamStep(factors, gradients=gradients, momenta=momenta, variances=variances, denominators=denominators)
+        AdamStep(factors, gradients=gradients, momenta=momenta, variances=variances, weights=members.weights)
+    )
+
+
+def track_moments(members: Members, step: int) -> None:
+    """m and v of `warmup_step`, in place, and √v̂ + ε in the place of the gradients."""
+    factors, gradients = _factors(members.settings, step), members.averages
+    momenta, variances = members["exp_avg"], members["exp_avg_sq"]
+    execute_adam_step(
+        AdamStep(factors, gradients=gradients, momenta=momenta, variances=variances, denominators=gradients)
     )
 
 
@@ -69,12 +60,11 @@ def track_variances(
     )
 
 
-def frozen_update(
-    weights: list[Tensor], momenta: list[Tensor], denominators: list[Tensor], settings: AdamSettings, step: int
-) -> None:
+def frozen_update(members: Members, step: int) -> None:
     """w -= lr · m̂ / (√v + ε) in place, with v frozen; weight decay is decoupled, as in AdamW."""
-    decay(weights, settings)
-    torch._foreach_addcdiv_(weights, momenta, denominators, -settings.lr / settings.first_correction(step))
+    decay(members.weights, members.settings)
+    rate = members.settings.lr / members.settings.first_correction(step)
+    torch._foreach_addcdiv_(members.weights, members["exp_avg"], members["denominator"], -rate)
 
 
 def to_denominators(variances: list[Tensor], settings: AdamSettings, step: int) -> None:
@@ -146,8 +136,7 @@ class Adam(Algorithm):
     @override
     def move(self, groups: Sequence[Members], clock: Clock) -> None:
         for members in groups:
-            momenta, variances = members["exp_avg"], members["exp_avg_sq"]
-            warmup_step(members.averages, members.weights, momenta, variances, members.settings, clock.steps)
+            warmup_step(members, clock.steps)
 
     @override
     def freeze(

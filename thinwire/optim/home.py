@@ -147,7 +147,7 @@ class AlgorithmHome(Home):
                     for run in runs_in(bucket.layout, exchange.worker_place):
                         residual = exchange.worker_residual[run.place]
                         found[f"{prefix}{_WORKER_RESIDUAL}.{self.names[run.parameter]}"] = residual
-                for kind in set(bucket.state) - set(_common(group, bucket)):
+                for kind in set(bucket.state) - set(group.storage.common_state(bucket)):
                     for slot in bucket.layout.slots:
                         found[f"{kind}.{self.names[slot.parameter]}"] = bucket.state[kind][place_of(slot)]
         return found
@@ -283,14 +283,13 @@ def ranks_with_state(source: SliceSource, comm: Communicator) -> list[int] | Non
 def slices(group: FreezeGroup, names: Sequence[str], rank: int) -> list[SavedSlice]:
     """The share of `rank` of what all ranks hold, what it keeps as an owner, and the residual that it owns."""
     found: list[SavedSlice] = []
-    local, frozen = group.local is not None, group.clock.frozen_at is not None
     for bucket in group.buckets:
         first = rank * bucket.layout.shard
         own = slice(first, first + bucket.layout.shard)
-        state = group.storage.saved_state(bucket, own, _common(group, bucket))
+        state = group.storage.saved_state(bucket, own)
         for run in runs_in(bucket.layout, own):
             values = {name: one[run.place] for name, one in state.items()}
-            for kind, one in (values | group.storage.saved(bucket, run, local and frozen)).items():
+            for kind, one in (values | group.storage.saved(bucket, run, group.shows_own_weights)).items():
                 found.append(SavedSlice(kind, names[run.parameter], run.start, one))
         for prefix, exchange in _with_residuals(group, bucket):
             if (residual := exchange.owner_residual) is not None:
@@ -342,7 +341,7 @@ def _load_group(
         group.storage.begin_frozen_state()
     group.clock.frozen_at = saved["frozen_at"]
     for bucket in group.buckets:
-        group.storage.load_state(bucket, names, source, _common(group, bucket), own)
+        group.storage.load_state(bucket, names, source, own)
     group.restore()
     for bucket in group.buckets if ranks is not None else ():
         for prefix, exchange in _with_residuals(group, bucket):
@@ -371,9 +370,3 @@ def _load_residuals(
             owner.add_(lost)
     if bucket.zero_variance is not None and not prefix:
         hold_zero(exchange, bucket.zero_variance)
-
-
-def _common(group: FreezeGroup, bucket: Bucket) -> list[str]:
-    """The state that every rank has alike, or its owner alone."""
-    own = group.local.own_state if group.local is not None and group.clock.frozen_at is not None else frozenset()
-    return [kind for kind in bucket.state if kind not in own]

@@ -155,10 +155,9 @@ class Lamb(Adam):
         squares = agree.zeros(2)
         for members in groups:
             updates, settings = members.averages, members.settings
-            momenta, variances = members["exp_avg"], members["exp_avg_sq"]
-            track_moments(updates, momenta, variances, updates, settings, clock.steps)
+            track_moments(members, clock.steps)
             torch._foreach_reciprocal_(updates)
-            torch._foreach_mul_(updates, momenta)
+            torch._foreach_mul_(updates, members["exp_avg"])
             torch._foreach_div_(updates, settings.first_correction(clock.steps))
             _add_decay(members)
             rows = self._rows(members, squares)

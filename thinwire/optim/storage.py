@@ -165,21 +165,22 @@ class Storage(ABC):
         `own`: whether parameters show the ranks' own weights.
         """
 
-    def saved_state(self, bucket: Bucket, own: slice, common: Collection[str]) -> dict[str, Tensor]:
-        """This rank's shard, the elements `own`, of state that all ranks have in `common`, or their owners: [shard]."""
-        whole = bucket.whole_state
+    def common_state(self, bucket: Bucket) -> list[str]:
+        """The state that every rank has alike, or its owner alone."""
+        local, frozen = self._algorithm, self._clock.frozen_at is not None
+        own = local.own_state if frozen and isinstance(local, LocalSteps) else frozenset()
+        return [kind for kind in bucket.state if kind not in own]
+
+    def saved_state(self, bucket: Bucket, own: slice) -> dict[str, Tensor]:
+        """This rank's shard, the elements `own`, of state that all ranks have in common, or their owners: [shard]."""
+        whole, common = bucket.whole_state, self.common_state(bucket)
         return {name: whole[name][own] if name in whole else bucket.state[name] for name in common}
 
     def load_state(
-        self,
-        bucket: Bucket,
-        names: Sequence[str],
-        source: SliceSource,
-        common: Collection[str],
-        ranks: Sequence[int] | None,
+        self, bucket: Bucket, names: Sequence[str], source: SliceSource, ranks: Sequence[int] | None
     ) -> None:
-        """Take state over; what ranks do not have in `common` is the mean of those of `ranks`, if these can be had."""
-        read_plain = as_plain(source, self._algorithm.form)
+        """Take state over; what ranks do not have in common is the mean of those of `ranks`, if these can be had."""
+        read_plain, common = as_plain(source, self._algorithm.form), self.common_state(bucket)
         for kind, values in bucket.whole_state.items():
             for slot in slots_with_elements(bucket):
                 name = names[slot.parameter]

@@ -177,9 +177,7 @@ class ZeroOne(LocalSteps, Algorithm):
             if clock.frozen:
                 decay(members.weights, members.settings)
             else:
-                frozen_update(
-                    members.weights, members["exp_avg"], members["denominator"], members.settings, clock.steps
-                )
+                frozen_update(members, clock.steps)
         if clock.frozen:
             self.move_synced(groups, clock)
 

@@ -98,12 +98,7 @@ def bucket_numel(bucket_bytes: int | None, numel: int, itemsize: int) -> int:
 
 
 def partition(
-    numels: Sequence[int],
-    order: Sequence[int],
-    *,
-    world_size: int,
-    block_size: int,
-    bucket_numel: int,
+    numels: Sequence[int], order: Sequence[int], *, world_size: int, block_size: int, bucket_numel: int
 ) -> list[BucketLayout]:
     """Cut the parameters `order` (indices into `numels`) into buckets of about `bucket_numel` elements.
 
@@ -127,12 +122,7 @@ def partition(
 
 
 def partition_whole(
-    numels: Sequence[int],
-    order: Sequence[int],
-    *,
-    world_size: int,
-    block_size: int,
-    bucket_numel: int,
+    numels: Sequence[int], order: Sequence[int], *, world_size: int, block_size: int, bucket_numel: int
 ) -> list[WholeLayout]:
     """Cut the parameters `order` into buckets of at least `bucket_numel` elements, each parameter owned by one rank.
 

@@ -118,11 +118,7 @@ class Plan:
 
 
 def hand_over(
-    group: WorkerGroup,
-    plan: Plan,
-    weights: OuterWeights,
-    momentum: KeptMomentum,
-    guards: Sequence[Guard | None],
+    group: WorkerGroup, plan: Plan, weights: OuterWeights, momentum: KeptMomentum, guards: Sequence[Guard | None]
 ) -> tuple[dict[int, Tensor], list[Tensor]]:
     """The source's outer weights, of the fragments that a worker lacks, and its momentum if one has nothing; what its
     `guards`, of each fragment, know becomes everybody's. Collective of the source and of those who lack something."""

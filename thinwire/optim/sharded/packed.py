@@ -202,7 +202,7 @@ class PackedStorage(Storage):
         return found
 
     @override
-    def saved_state(self, bucket: Bucket, own: slice, common: Collection[str]) -> dict[str, Tensor]:
+    def saved_state(self, bucket: Bucket, own: slice) -> dict[str, Tensor]:
         """Once frozen u and the preconditioner take the moments' place."""
         assert isinstance(bucket, PackedBucket)
         if self._clock.frozen_at is None:
@@ -212,17 +212,12 @@ class PackedStorage(Storage):
 
     @override
     def load_state(
-        self,
-        bucket: Bucket,
-        names: Sequence[str],
-        source: SliceSource,
-        common: Collection[str],
-        ranks: Sequence[int] | None,
+        self, bucket: Bucket, names: Sequence[str], source: SliceSource, ranks: Sequence[int] | None
     ) -> None:
         assert isinstance(bucket, PackedBucket)
         if not self._clock.frozen:
             bucket.averaging = None  # and what it has lost
-            super().load_state(bucket, names, source, common, ranks)
+            super().load_state(bucket, names, source, ranks)
             return
         read = storage.as_packed(source, self._algorithm.form)
         frozen = read_packed(bucket.flat, self._wire.codec, names, read)

@@ -283,14 +283,7 @@ def total_of(sums: Sums) -> floats.Scalar:
 
 @inner
 def _encode_levels(
-    payload: Floats,
-    residual: Floats,
-    packets: Bytes,
-    start: int,
-    stop: int,
-    place: Place,
-    correct: bool,
-    codec: int,
+    payload: Floats, residual: Floats, packets: Bytes, start: int, stop: int, place: Place, correct: bool, codec: int
 ) -> None:
     scale = _largest(payload, residual, start, stop, correct) / _TOP_LEVELS[codec]
     floats.store_scalar(packets, place.scale_at, scale)

@@ -154,12 +154,7 @@ def _fill(
 
 @inner
 def _contribution(
-    new: floats.Vector,
-    kind: int,
-    before: floats.Vector,
-    denominators: floats.Vector,
-    factors: Factors,
-    form: int,
+    new: floats.Vector, kind: int, before: floats.Vector, denominators: floats.Vector, factors: Factors, form: int
 ) -> floats.Vector:
     """u of sixteen elements, from their gradients and momentum."""
     if kind == NO_VALUES:
