@@ -71,7 +71,7 @@ def build_engine(
     recipe = on_every_rank(world, lambda: _asked_for(given, whole, settings), "build its optimizer", BAD_INPUT)
     _say_at_start(world, settings, given, 0 if recipe is None else recipe.passed_over)
     precision = Precision.of(settings)
-    device = _prepare(whole, recipe, precision, world, device, settings)
+    device = _prepare(whole, recipe, world, device, settings)
     with ExitStack() as undo:
         kind.prepared.show_shapes(whole)
         undo.callback(kind.prepared.hide_shapes, whole)
@@ -165,18 +165,13 @@ def _logged(comm: Communicator, section: CommsLoggerConfig) -> Communicator:
 
 
 def _prepare(
-    model: nn.Module,
-    recipe: Recipe | None,
-    precision: Precision,
-    comm: Communicator,
-    device: torch.device,
-    settings: EngineConfig,
+    model: nn.Module, recipe: Recipe | None, comm: Communicator, device: torch.device, settings: EngineConfig
 ) -> torch.device:
     """Put the model into its precision and on the device that is returned, with rank 0's values of what no optimizer
     holds: an optimizer gives its parameters to all ranks itself. A model that ranks hold together is alike before."""
     held = set() if recipe is None or settings.ranks_of_a_model > 1 else recipe.trains()
     if settings.ranks_of_a_model == 1 or settings.tensor_parallel.autotp_size > 1:  # a DTensor stays as it is cut
-        precision.convert(model, held)
+        Precision.of(settings).convert(model, held)
     if comm.backend == "nccl" and device.type == "cpu":
         device = torch.device("cuda", torch.cuda.current_device())
         model.to(device)

@@ -7,6 +7,7 @@ import io
 import json
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from typing_extensions import override
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import check_same_on_every_rank, on_every_rank
 from thinwire.comm.errors import first_fault
+from thinwire.zero.home import Home
 from thinwire.zero.saved_state import (
     Count,
     DamagedStateError,
@@ -83,8 +85,7 @@ def seal(state_dict: Mapping[str, Any]) -> str:
 
 def add_to(
     packed: dict[str, Any],
-    comm: Communicator,
-    home: str,
+    home: Home,
     counters: dict[str, Any],
     slices: Iterable[SavedSlice],
     rank_tensors: Mapping[str, Tensor],
@@ -95,9 +96,9 @@ def add_to(
     packed["thinwire"] = dict(
         _RankState(
             format=STATE_DICT_FORMAT,
-            home=home,  # type: ignore[arg-type]
-            rank=comm.rank,
-            size=comm.size,
+            home=home.kind,  # type: ignore[arg-type]
+            rank=home.comm.rank,
+            size=home.comm.size,
             counters=counters,
             slices=[(one.kind, one.name, one.start, one.tensor) for one in slices if one.kind not in beside],
             rank_tensors={key: one for key, one in rank_tensors.items() if key.split(".")[0] not in in_state},
@@ -108,43 +109,28 @@ def add_to(
 
 
 def rank_state_source(
-    comm: Communicator,
-    home: str,
-    parameters: Sequence[Tensor],
-    groups: Sequence[Mapping[str, Any]],
-    state_dict: Mapping[str, Any],
-    optimizer: str,
+    home: Home, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], optimizer: str
 ) -> SliceSource:
-    """What `state_dict` gave on every rank, for a `home` of that kind to load, its settings those of `param_groups`.
-    Collective.
+    """What `state_dict` gave on every rank, for `home` to load, its settings those of `param_groups`. Collective.
 
     Raises ValueError, on every rank, where it is not from one of our optimizers, not as it was saved, or not all of the
     state can be had from it.
     """
-    on_every_rank(
-        comm,
-        lambda: _check(comm, parameters, groups, state_dict, optimizer),
-        "load its optimizer's state",
-        (ValueError,),
-    )
+    comm, check = home.comm, partial(_check, home, groups, state_dict, optimizer)
+    on_every_rank(comm, check, "load its optimizer's state", (ValueError,))
     saved = state_dict["thinwire"]
-    if home != "local":  # whose ranks may have rates, and a place, of their own
+    if home.kind != "local":  # whose ranks may have rates, and a place, of their own
         given = [group_settings(group) for group in state_dict["param_groups"]]
         counted = {key: value for key, value in saved["counters"].items() if key != "groups"}
         check_same_on_every_rank(comm, [], given, {"state saved at step": counted.get("step"), "counters": counted})
     whole = saved["home"] == "replicated" or saved["size"] == 1
-    if whole and (home == "replicated" or saved["size"] != comm.size or saved["size"] == 1):
+    if whole and (home.kind == "replicated" or saved["size"] != comm.size or saved["size"] == 1):
         return OneRankState(state_dict)
     return OneRankState(state_dict, _slices_of_all(comm, saved))
 
 
-def _check(
-    comm: Communicator,
-    parameters: Sequence[Tensor],
-    groups: Sequence[Mapping[str, Any]],
-    state_dict: Mapping[str, Any],
-    optimizer: str,
-) -> None:
+def _check(home: Home, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], optimizer: str) -> None:
+    comm, parameters = home.comm, home.parameters
     saved = state_dict.get("thinwire") if isinstance(state_dict, Mapping) else None
     if saved is None:
         raise ValueError(

@@ -353,7 +353,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         """
         counters, rank_tensors, slices = self.counters(), self.rank_tensors(), self._home.saved_slices()
         packed = {**super().state_dict(), "state": self._home.torch_state()}
-        return rank_state.add_to(packed, self.comm, self._home.kind, counters, slices, rank_tensors)
+        return rank_state.add_to(packed, self._home, counters, slices, rank_tensors)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned on this rank; training then goes on bit for bit. Collective.
@@ -363,9 +363,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         from zero, with a warning. Raises ValueError, on every rank and before anything moves, where the state is
         another optimizer's or model's, or more than settings were changed in it.
         """
-        home, name = self._home, type(self).__name__
-        parameters, groups = home.parameters, self.param_groups
-        self.load(rank_state.rank_state_source(home.comm, home.kind, parameters, groups, state_dict, name))
+        name, groups = type(self).__name__, self.param_groups
+        self.load(rank_state.rank_state_source(self._home, groups, state_dict, name))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"a {type(self).__name__} {saved_state.NO_COPIES}")

@@ -91,13 +91,7 @@ class Together:
     """
 
     def __init__(
-        self,
-        exchange: Exchange,
-        numel: int,
-        device: torch.device,
-        guard: Guard | None,
-        comm: Communicator,
-        links: NodeLinks | None = None,
+        self, exchange: Exchange, device: torch.device, guard: Guard | None, comm: Communicator, links: NodeLinks | None
     ) -> None:
         self.guard = guard
         self._exchange = exchange
@@ -106,7 +100,6 @@ class Together:
         self._members = [[rank] for rank in range(comm.size)] if links is None else links.groups.members
         self._telling: Leg | None = None
         self._told: Told | None = None
-        self._numel = numel
         self._momentum = torch.zeros(exchange.owner_place.stop - exchange.owner_place.start, device=device)
         self._next_momentum: Tensor | None = None
 
@@ -120,12 +113,12 @@ class Together:
         """Leg 1: send w° - w of `weights`, which lie end to end in the fragment. Collective."""
         wait_for_kernels(self._momentum.device.type)
         payload = self._exchange.payload
-        payload[self._numel :].zero_()
+        payload[self._exchange.numel :].zero_()
         for place, pair in _end_to_end(weights):
             torch.sub(pair.outer, pair.own, out=payload[place])
         self._telling = self._told = self._exchange.weights = None
         if self.guard is not None:
-            said = self.guard.say(payload[: self._numel])
+            said = self.guard.say(payload[: self._exchange.numel])
             everyone = said.new_empty(self._comm.size, len(said))
             self._telling = Leg(said, everyone, self._comm.all_gather(everyone, said, async_op=True))
         self._exchange.start(step, Flags.MEET if meet else Flags.NONE, settings)
@@ -166,7 +159,7 @@ class Together:
             return Arrived(None, outcome.meet, self._told)
         update = torch.empty(exchange.padded_numel, device=self._momentum.device)
         exchange.read(update)
-        return Arrived(update[: self._numel], outcome.meet, self._told)
+        return Arrived(update[: exchange.numel], outcome.meet, self._told)
 
     def settle(self, finite: bool) -> None:
         """Take over momentum and residuals of an outer step that other ranks have taken, where `finite`, though its end
@@ -331,7 +324,7 @@ def make_outer_step(
     given: dict[str, Any] = {"bucket": index, "device": device, "keeps_payload": False}
     given |= {"residual_dtype": torch.bfloat16, "reversible": reversible}
     exchange = make_exchange(Exchange, comm, links, fragment.numel, codec, **given)
-    return Together(exchange, fragment.numel, device, guard, comm, links)
+    return Together(exchange, device, guard, comm, links)
 
 
 def make_node_outer_step(
