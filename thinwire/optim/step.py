@@ -104,6 +104,7 @@ class Peak:
             self.rates, self.step = list(map(max, rates, self.rates)), step
 
 
+@dataclass(eq=False)
 class Parameters:
     """An optimizer's parameters by number, with the hyperparameters of their groups now.
 
@@ -111,20 +112,12 @@ class Parameters:
     `replica`: the ranks that together hold one, where it takes several.
     """
 
-    def __init__(
-        self,
-        parameters: list[Tensor],
-        group_of: list[int],
-        groups: Sequence[Mapping[str, Any]],
-        hyperparameters: type[AdamSettings],
-        describe: Callable[[int], str],
-    ) -> None:
-        self.parameters = parameters
-        self.group_of = group_of
-        self.groups = groups
-        self.describe = describe
-        self.replica: Replica | None = None
-        self._hyperparameters = hyperparameters
+    parameters: list[Tensor]
+    group_of: list[int]
+    groups: Sequence[Mapping[str, Any]]
+    _hyperparameters: type[AdamSettings]
+    describe: Callable[[int], str]
+    replica: Replica | None = None
 
     def settings(self, group: int) -> AdamSettings:
         """Read the hyperparameters of a parameter group."""

@@ -84,13 +84,8 @@ def decode_and_move(call: DecodeAndMove) -> None:
         if call.holds:
             assert call.denominators is not None
             call.output[place].masked_fill_(torch.isinf(call.denominators[place]), 0.0)
-        for number, (first, numel) in enumerate(call.segments.places):
-            low, high = max(first, place.start), min(first + numel, place.stop)
-            weights, replica = call.weights[number], call.replicas[number]
-            if weights is not None and low < high:
-                of_run, of_bucket = slice(low - first, high - first), slice(low, high)
-                given = call.output, call.denominators, call.rates[number], call.decays[number]
-                _move(call.form, weights, replica, of_run, of_bucket, *given)
+        by = call.weights, call.replicas, call.rates, call.decays
+        move_weights(call.form, call.segments, call.output, call.denominators, *by, place)
 
 
 def move_weights(
@@ -102,36 +97,26 @@ def move_weights(
     replicas: Sequence[Tensor | None],
     rates: Sequence[float],
     decays: Sequence[float],
+    part: slice | None = None,
 ) -> None:
-    """Move weights, and replicas, by u in `updates`, fp32 [padded_numel], as `DecodeAndMove` does, for what no packets
-    have brought."""
+    """Move weights, and replicas, in a part of the bucket or in all of it, by u in `updates`, fp32 [padded_numel], as
+    `DecodeAndMove` does."""
+    begin, end = (0, updates.numel()) if part is None else (part.start, part.stop)
     runs = zip(segments.places, weights, replicas, rates, decays, strict=True)
     for (first, numel), weight, replica, rate, decay in runs:
-        if weight is not None:
-            place = slice(first, first + numel)
-            _move(form, weight, replica, slice(0, numel), place, updates, denominators, rate, decay)
-
-
-def _move(
-    form: UpdateForm,
-    weights: Tensor,
-    replica: Tensor | None,
-    of_run: slice,
-    of_bucket: slice,
-    updates: Tensor,
-    denominators: Tensor | None,
-    rate: float,
-    decay: float,
-) -> None:
-    moved = weights.view(-1)[of_run].mul_(decay)
-    if form == "divided":
-        assert denominators is not None
-        # Not addcdiv_, which divides first on a GPU.
-        moved.add_((updates[of_bucket] * -rate) / denominators[of_bucket])
-    else:
-        moved.add_(updates[of_bucket], alpha=-rate)
-    if replica is not None:
-        replica.view(-1)[of_run].copy_(moved)
+        place = slice(max(first, begin), min(first + numel, end))
+        if weight is None or place.start >= place.stop:
+            continue
+        of_run = slice(place.start - first, place.stop - first)
+        moved = weight.view(-1)[of_run].mul_(decay)
+        if form == "divided":
+            assert denominators is not None
+            # Not addcdiv_, which divides first on a GPU.
+            moved.add_((updates[place] * -rate) / denominators[place])
+        else:
+            moved.add_(updates[place], alpha=-rate)
+        if replica is not None:
+            replica.view(-1)[of_run].copy_(moved)
 
 
 def average_and_encode(call: AverageAndEncode) -> None:

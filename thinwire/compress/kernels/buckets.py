@@ -236,6 +236,7 @@ class EncodePackedPayload(KernelCall):
     """
 
     kernel = "encode_packed_payload"
+    codec: ClassVar[str] = "sign1"
 
     state: PackedState
     segments: Segments

@@ -45,7 +45,7 @@ class ReplicatedHome(AlgorithmHome):
         self._options = options
         self._recipe = recipe
         self._optimizer_name = type(optimizer).__name__
-        self._table = ParameterTable(optimizer, recipe.hyperparameters, options.named_parameters, options.param_dtype)
+        self._table = ParameterTable(optimizer, options, recipe)
         self.parameters, self.names = self._table.parameters, self._table.names
         self._nodes, self._links = link_nodes(comm, options.nodes)
         self._exchange_comm = comm.duplicate()

@@ -11,7 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.optim.bucket import Bucket, Shared
-from thinwire.optim.step import AdamSettings, Members, Parameters
+from thinwire.optim.options import HomeOptions, Recipe
+from thinwire.optim.step import Members, Parameters
 from thinwire.optim.storage import Change, Storage
 from thinwire.zero import BucketLayout, Slot
 from thinwire.zero.master_weights import Run
@@ -26,20 +27,13 @@ class ParameterTable(Parameters):
     would otherwise be lost.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        settings_class: type[AdamSettings],
-        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        param_dtype: torch.dtype | None = None,
-    ) -> None:
-        """`param_dtype`: what fp32 parameters become, with master weights of the values that they had."""
-        super().__init__([], [], optimizer.param_groups, settings_class, self._description)
+    def __init__(self, optimizer: torch.optim.Optimizer, options: HomeOptions, recipe: Recipe) -> None:
+        super().__init__([], [], optimizer.param_groups, recipe.hyperparameters, self._description)
         self.names: list[str] = []  # in checkpoints
         self.states: dict[Tensor, dict[str, Any]] = optimizer.state
         self._published: list[tuple[int, Tensor]] = []  # see `accept`
-        self._param_dtype = param_dtype
-        self._given_names = {id(local_part(parameter)): name for name, parameter in named_parameters or ()}
+        self._param_dtype = options.param_dtype
+        self._given_names = {id(local_part(parameter)): name for name, parameter in options.named_parameters or ()}
         self._called: dict[int, str] = {}
 
     def __len__(self) -> int:

@@ -56,10 +56,8 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
     def _begin_again(self) -> None:
         sharded, options, recipe = self._parameters, self._options, self._recipe
         algorithm, order = recipe.algorithm(), sharded.order
-        parameters = Parameters(
-            order.parameters, order.group_of, sharded.groups, recipe.hyperparameters, order.describe
-        )
-        parameters.replica = self.replica
+        of_order = order.parameters, order.group_of, sharded.groups
+        parameters = Parameters(*of_order, recipe.hyperparameters, order.describe, self.replica)
         shared = Shared(parameters, algorithm, new_clock(algorithm), self._wire, self.in_flight)
         self._storage: OwnedStorage | PackedStorage
         if algorithm.form.packs:

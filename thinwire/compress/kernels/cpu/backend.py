@@ -18,7 +18,6 @@ from thinwire.compress.kernels.buckets import (
     EncodePackedPayload,
     MovePacked,
     PackedState,
-    Part,
     Segments,
     keys,
 )
@@ -52,11 +51,11 @@ def encode(call: Encode) -> None:
     packets = _array(call.packets).reshape(-1)
     if call.new_residual is None:
         residual = _NO_FLOATS if call.residual is None else _array(call.residual)
-        _over_part(encoding.encode, (_array(call.payload), residual, packets), call.part, call.codec, call.packets)
+        _over_part(encoding.encode, (_array(call.payload), residual, packets), call)
         return
     residual = _NO_BYTES if call.residual is None else _bytes(call.residual)
     arguments = _array(call.payload), residual, _bytes(call.new_residual), packets
-    _over_part(encoding.encode_rounded, arguments, call.part, call.codec, call.packets)
+    _over_part(encoding.encode_rounded, arguments, call)
 
 
 def decode(call: Decode) -> None:
@@ -64,7 +63,7 @@ def decode(call: Decode) -> None:
     streaming = call.output.numel() >= _STREAM_ELEMENTS and call.output.data_ptr() % _STREAM_ALIGNMENT == 0
     averaged = call.packets.size(0) // call.rows
     arguments = _array(call.packets).reshape(-1), _array(call.output), averaged, streaming
-    _over_part(decoding.decode, arguments, call.part, call.codec, call.packets, call.rows)
+    _over_part(decoding.decode, arguments, call, call.rows)
 
 
 def store_rounded(call: StoreRounded) -> None:
@@ -110,7 +109,7 @@ def encode_payload(call: EncodePayload) -> None:
         _array(call.lost),
         _array(call.packets).reshape(-1),
     )
-    _over_part(payload.encode_payload, arguments, call.part, call.codec, call.packets)
+    _over_part(payload.encode_payload, arguments, call)
 
 
 def decode_and_move(call: DecodeAndMove) -> None:
@@ -124,7 +123,7 @@ def decode_and_move(call: DecodeAndMove) -> None:
         _array(call.output),
         _address(call.denominators),
     )
-    _over_part(moving.decode_and_move, arguments, call.part, call.codec, call.packets)
+    _over_part(moving.decode_and_move, arguments, call)
 
 
 def average_and_encode(call: AverageAndEncode) -> None:
@@ -156,7 +155,7 @@ def encode_packed_payload(call: EncodePackedPayload) -> None:
         _values(call.lost),
         _array(call.packets).reshape(-1),
     )
-    _over_part(payload.encode_packed_payload, arguments, call.part, "sign1", call.packets)
+    _over_part(payload.encode_packed_payload, arguments, call)
 
 
 def move_packed(call: MovePacked) -> None:
@@ -183,18 +182,15 @@ def move_packed(call: MovePacked) -> None:
     _share(partial(moving.move_packed, *arguments), end - begin, state.block_size, begin)
 
 
-def _over_part(
-    kernel: Callable[..., None],
-    arguments: tuple[Any, ...],
-    part: Part,
-    codec: str,
-    packets: Tensor,
-    rows: int | None = None,
-) -> None:
-    """Run the kernel over all blocks of a part, of as many `rows` as there are packets, and write the header, if there
-    is one, of these."""
+_OfPart = Encode | Decode | EncodePayload | DecodeAndMove | EncodePackedPayload
+
+
+def _over_part(kernel: Callable[..., None], arguments: tuple[Any, ...], call: _OfPart, rows: int | None = None) -> None:
+    """Run the kernel over all blocks of a call's part, of as many `rows` as there are packets, and write the header, if
+    there is one, of these."""
+    part, packets, form = call.part, call.packets, form_of(call.codec)
     row_blocks = (part.last - part.first) // part.block_size
-    layout = Layout(form_of(codec), part.block_size, row_blocks, packets.size(1), part.first, part.shard, part.numel)
+    layout = Layout(form, part.block_size, row_blocks, packets.size(1), part.first, part.shard, part.numel)
     blocks = row_blocks * (packets.size(0) if rows is None else rows)
     _share(partial(kernel, *arguments, layout), blocks, part.block_size)
     if part.header is not None:
