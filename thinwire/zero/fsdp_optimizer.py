@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,18 +94,7 @@ class FullyShardedOptimizer(SynchronizedOptimizer):
                 values = shown if stepped_on is None else _copy_on(stepped_on, shown, pin)
                 shards.append(_Shard(names[id(parameter)], parameter, number, start, shown, values))
 
-        home = _FullyShardedHome(
-            comm,
-            traffic,
-            self.param_groups,
-            shards,
-            lambda groups: optimizer_class(groups, **options),
-            model.reshard,  # type: ignore[arg-type]
-            max_norm,
-            dtype,
-            device,
-            stepped_on is not None,
-        )
+        home = _FullyShardedHome(self, model, shards, partial(optimizer_class, **options), traffic, dtype, device)
         self._saved_name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
         self._move_in(home, times_mean)
 
@@ -148,37 +138,30 @@ class _FullyShardedHome(Home):
 
     def __init__(
         self,
-        comm: Communicator,
-        traffic: Traffic,
-        groups: Sequence[Mapping[str, Any]],
+        optimizer: FullyShardedOptimizer,
+        model: Any,
         shards: Sequence[_Shard],
         optimizer_class: OptimizerClass,
-        reshard: Callable[[], None],
-        max_norm: float,
+        traffic: Traffic,
         dtype: torch.dtype,
         device: torch.device,
-        stepped_apart: bool,
     ) -> None:
-        """`reshard`: has layers read their shards again. `stepped_apart`: what is stepped is a copy of them."""
-        self.comm = comm
+        self.comm = comm = optimizer.comm
         self.shards = shards
         self.parameters, self.names = [one.parameter for one in shards], [one.name for one in shards]
         # Of no parameter: FSDP2 averages the gradients of every backward.
         self.watcher = BackwardWatcher(str, lambda: None)
         self.uncompressed_step_bytes = ring_bytes(comm.size, self.parameters)
         self._vote_comm = comm.duplicate()
-        self._traffic = traffic
-        self._groups = groups
-        self.reshard = reshard
-        self._max_norm = max_norm
-        self._dtype = dtype
-        self._device = device
-        self._stepped_apart = stepped_apart
+        self._traffic, self._dtype, self._device = traffic, dtype, device
+        self._groups, self._max_norm = optimizer.param_groups, optimizer.max_norm
+        self.reshard: Callable[[], None] = model.reshard  # has layers read their shards again
+        self._stepped_apart = any(one.values is not one.shown for one in shards)
         self._note_versions()
         self._held = {number: shard for number, shard in enumerate(shards) if shard.values.numel()}
         runs = [Run(number, one.start, slice(0, one.values.numel())) for number, one in self._held.items()]
         values = [one.values for one in self._held.values()]
-        self.inner = ShardOptimizer(runs, values, groups, [one.group for one in shards], optimizer_class)
+        self.inner = ShardOptimizer(runs, values, self._groups, [one.group for one in shards], optimizer_class)
 
     @property
     @override

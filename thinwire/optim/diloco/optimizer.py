@@ -173,8 +173,8 @@ class DiLoCo(SynchronizedOptimizer):
         cuts = partial(cut_trained, worker.parameters, names, fragments)
         cut = on_every_rank(self.comm, cuts, "cut its fragments", (ValueError,))
         workers = elastic.workers if elastic is not None else self.comm.size if links is None else links.num_nodes
-        self.outer = make_outer_optimizer(outer_lr, outer_momentum, mix, workers, cut)
-        self._move_in(self._make_home(worker, names, cut, mix, links, elastic, settings, tokens), worker.times_mean)
+        self.outer = make_outer_optimizer(settings, workers, cut)
+        self._move_in(self._make_home(worker, names, cut, links, elastic, settings, tokens), worker.times_mean)
 
     @property
     def workers(self) -> int:
@@ -281,7 +281,6 @@ class DiLoCo(SynchronizedOptimizer):
         worker: Worker,
         names: Sequence[str],
         cut: Sequence[Fragment],
-        mix: float | Literal["carry"],
         links: NodeLinks | None,
         elastic: Elastic | None,
         settings: dict[str, Any],
@@ -290,7 +289,7 @@ class DiLoCo(SynchronizedOptimizer):
         codec = make_codec(settings["codec"], settings["block_size"])
         timetable = Timetable(settings["every"], settings["overlap"], len(cut))
         ranks = 1 if links is None else links.inside.size
-        guard, weight = settings["guard"], float(ranks) if tokens is None else float(tokens) ** 2
+        mix, guard, weight = settings["mix"], settings["guard"], float(ranks) if tokens is None else float(tokens) ** 2
 
         def make_guard(numel: int) -> Guard | None:
             return None if guard is None and tokens is None else Guard(numel, guard, weight)

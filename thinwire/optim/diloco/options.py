@@ -125,19 +125,14 @@ def for_interval(inner_class: Any, every: int) -> dict[str, Any]:
     return found
 
 
-def make_outer_optimizer(
-    lr: float | Literal["auto"] | None,
-    momentum: float,
-    mix: float | Literal["carry"],
-    workers: int,
-    cut: Sequence[Fragment],
-) -> OuterOptimizer:
+def make_outer_optimizer(given: Mapping[str, Any], workers: int, cut: Sequence[Fragment]) -> OuterOptimizer:
     """From options that have been checked; `workers`: for how many a rate is chosen if none is given."""
+    lr, momentum, mix = given["outer_lr"], float(given["outer_momentum"]), given["mix"]
     if lr == "auto":
         taken = 1.0 if mix == "carry" else 1 - mix  # of an outer step, by a worker
-        return OuterOptimizer(1 / taken, float(momentum), [Correlation(one.numel) for one in cut])
+        return OuterOptimizer(1 / taken, momentum, [Correlation(one.numel) for one in cut])
     rate = _default_outer_lr(workers, sum(one.numel for one in cut)) if lr is None else float(lr)
-    return OuterOptimizer(rate, float(momentum))
+    return OuterOptimizer(rate, momentum)
 
 
 def _default_outer_lr(workers: int, parameters: int) -> float:
