@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank
-from thinwire.engine.checkpoint.client_state import ClientState, SpecialValue, pack_client_state, unpack_client_state
+from thinwire.engine.checkpoint.client_state import ClientState, pack_client_state, unpack_client_state
 from thinwire.engine.checkpoint.exporting import in_16_bits, state_dict_of, write_weights
 from thinwire.engine.checkpoint.loading import LoadedCheckpoint
 from thinwire.engine.checkpoint.manifest import MANIFEST, ModelDescription, check_folder
@@ -264,12 +264,8 @@ class JobCheckpoints:
         return snapshot
 
     def _client_state(self, found: LoadedCheckpoint) -> dict[str, Any]:
-        plain = found.shared["client_state"]
-        special = [SpecialValue.model_validate(one) for one in found.shared.get("client_values", ())]
-        if not plain and not special:
-            return {}
         try:
-            return unpack_client_state(plain, special, lambda key: found.read_rank(key, 0))
+            return unpack_client_state(found.shared, lambda key: found.read_rank(key, 0))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the client_state of checkpoint {found.tag!r} cannot be put together: {error!r}. Load another one"

@@ -287,6 +287,16 @@ def read_weight(source: SliceSource, dtype: torch.dtype | None, name: str, start
     return source.read("weight", name, start, numel)
 
 
+def merged_scalars(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The scalars of several freeze groups, of which each has other parameters, or other ranks' of them; what is the
+    optimizer's is the same in all."""
+    merged: dict[str, Any] = {}
+    for group in groups:
+        for name, value in group["scalars"].items():
+            merged[name] = {**merged.get(name, {}), **value} if isinstance(value, dict) else value
+    return merged
+
+
 def ranks_of_residuals(source: SliceSource, comm: Communicator, nodes: Sequence[int] | None) -> list[int] | None:
     """The ranks whose residuals this one goes on with: its own, or of another number of ranks all; None if residuals
     belong to nodes, there or here, and these are others.

@@ -28,7 +28,7 @@ from tests.refusing import refused
 from thinwire.comm import threads
 from thinwire.command_line import main
 from thinwire.deepspeed.files.importing import import_checkpoint
-from thinwire.engine.checkpoint.client_state import SpecialValue, unpack_client_state
+from thinwire.engine.checkpoint.client_state import unpack_client_state
 from thinwire.engine.checkpoint.store import CheckpointStore
 from thinwire.engine.errors import CheckpointError, UsageError
 
@@ -441,8 +441,7 @@ def test_client_state_is_kept_or_named(tmp_path) -> None:
     assert notes[0].startswith("left out: client_state['kinds'] has the key")
     with CheckpointStore(tmp_path / "imported", threads.single(10.0)).load() as found:
         tensors = {key: found.read_rank(key, 0) for key in found.manifest.files[0].rank_tensors}
-        special = [SpecialValue.model_validate(one) for one in found.shared["client_values"]]
-        engine_state = unpack_client_state(found.shared["client_state"], special, tensors.__getitem__)
+        engine_state = unpack_client_state(found.shared, tensors.__getitem__)
     assert engine_state["loss"] == 0.25
     assert engine_state["epoch"] == 3
     kind, keys, position, *_ = engine_state["generator"]

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from thinwire.comm import threads
 from thinwire.deepspeed.files.model_files import looks_like_deepspeed, same_objects
-from thinwire.engine.checkpoint.client_state import SpecialValue, unpack_client_state
+from thinwire.engine.checkpoint.client_state import unpack_client_state
 from thinwire.engine.checkpoint.exporting import (
     file_size,
     lazy_weights,
@@ -23,6 +23,7 @@ from thinwire.engine.checkpoint.exporting import (
     replaced,
     save_new,
     say,
+    state_dict_of,
     write_state_dict,
 )
 from thinwire.engine.checkpoint.files import LazyTensor, write_whole
@@ -156,20 +157,11 @@ def write_model_states(checkpoint: LoadedCheckpoint, output: Path) -> Path:
     """Write what scripts open of DeepSpeed's checkpoints: weights, buffers, counters and client state, no optimizer
     state, in `output`/TAG/mp_rank_00_model_states.pt, which `output`/latest names. Raises OSError, CheckpointError."""
     shared, model = checkpoint.shared, checkpoint.model
-    weights = {
-        name: checkpoint.read("weight", name, 0, model.numel(name)).view(shape)
-        for name, (shape, _) in model.parameters.items()
-    }
-    shared_names = {alias: name for alias, name in shared.get("tied", {}).items() if name in weights}
-    special = [SpecialValue.model_validate(one) for one in shared.get("client_values", ())]
-    client_state = unpack_client_state(
-        shared.get("client_state", {}), special, lambda key: checkpoint.read_rank(key, 0)
-    )
-    states = client_state | {
-        "module": weights | {alias: weights[name] for alias, name in shared_names.items()} | checkpoint.buffers(),
+    states = unpack_client_state(shared, lambda key: checkpoint.read_rank(key, 0)) | {
+        "module": state_dict_of(checkpoint),
         BUFFER_NAMES: list(checkpoint.buffers()),
         PARAM_SHAPES: None,  # as without ZeRO
-        "shared_params": shared_names,
+        "shared_params": {alias: name for alias, name in shared.get("tied", {}).items() if name in model.parameters},
         "optimizer": None,
         "lr_scheduler": None,
         **shared.get("progress", {}),

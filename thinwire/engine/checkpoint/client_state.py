@@ -52,14 +52,13 @@ def pack_client_state(state: Any) -> ClientState:
     return packed
 
 
-def unpack_client_state(
-    plain: Mapping[str, Any], special: list[SpecialValue], read: Callable[[str], Tensor]
-) -> dict[str, Any]:
-    """The inverse of `pack_client_state`; `read` gives the tensor of a key.
+def unpack_client_state(shared: Mapping[str, Any], read: Callable[[str], Tensor]) -> dict[str, Any]:
+    """The inverse of `pack_client_state`, of what a checkpoint has of all ranks; `read` gives the tensor of a key.
 
     Raises KeyError, IndexError, TypeError or ValueError for what it did not pack.
     """
-    root: dict[str, Any] = {"": deepcopy(plain)}  # to be filled in
+    special = [SpecialValue.model_validate(one) for one in shared.get("client_values", ())]
+    root: dict[str, Any] = {"": deepcopy(shared.get("client_state", {}))}  # to be filled in
     if special and special[0].kind == "pairs" and not special[0].path:
         root = root[""]
     for one in reversed(special):

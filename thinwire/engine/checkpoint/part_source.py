@@ -15,7 +15,7 @@ from thinwire.comm import Communicator
 from thinwire.comm.errors import first_fault
 from thinwire.engine.checkpoint.loading import LoadedCheckpoint
 from thinwire.engine.checkpoint.regions import ONE_VALUE, Regions
-from thinwire.zero.saved_state import DamagedStateError
+from thinwire.zero.saved_state import DamagedStateError, merged_scalars
 
 _KEY = "part"
 
@@ -66,7 +66,7 @@ class PartSource:
             try:
                 of_all = zip(merged["freeze_groups"], *(one["freeze_groups"] for one in every), strict=True)
                 merged["freeze_groups"] = [
-                    {**first, "buckets": None, "rule": {}, "scalars": _together([one["scalars"] for one in others])}
+                    {**first, "buckets": None, "rule": {}, "scalars": merged_scalars(others)}
                     for first, *others in of_all
                 ]
             except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -110,15 +110,6 @@ class PartSource:
 
     def _part(self, rank: int) -> dict[str, Any]:
         return self._parts.get(rank, {})
-
-
-def _together(every: list[dict[str, Any]]) -> dict[str, Any]:
-    """The scalars of all parts, by parameter; what is the optimizer's is the same in all."""
-    merged: dict[str, Any] = {}
-    for one in every:
-        for key, value in one.items():
-            merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
-    return merged
 
 
 def _checked(rank: int, values: Mapping[str, Any]) -> dict[str, Any]:

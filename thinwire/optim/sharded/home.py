@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from thinwire.zero.gradients import BucketTransport
 from thinwire.zero.home import NO_GRADIENTS, Held, ParameterState, StepResult
 from thinwire.zero.master_weights import ShardedParameters
 from thinwire.zero.rank_checks import NormSketch, clip_of_norm
-from thinwire.zero.saved_state import SavedSlice, SliceSource, check_saved
+from thinwire.zero.saved_state import SavedSlice, SliceSource, check_saved, merged_scalars
 from thinwire.zero.sharded_home import (
     NOT_FINITE,
     BucketParameterState,
@@ -246,7 +246,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         if isinstance(self._storage, OwnedStorage):
             self._storage.load_counters(saved)
         if groups:  # else the run had not begun
-            of_all = {**groups[0], "scalars": _merged(groups)}
+            of_all = {**groups[0], "scalars": merged_scalars(groups)}
             self._load_groups(source, [of_all], self._parameters.saved_nodes)
         self._prepare()
 
@@ -335,12 +335,3 @@ def _load_weights_of(parameters: ShardedParameters, source: SliceSource) -> None
         for run, view in zip(one.runs, one.views, strict=True) if one.separate else ():
             view.copy_(source.read("master", parameters.names[run.parameter], run.start, run.numel))
     parameters.accept_written()
-
-
-def _merged(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The scalars of several freeze groups, of which each has other parameters."""
-    merged: dict[str, Any] = {}
-    for group in groups:
-        for name, value in group["scalars"].items():
-            merged[name] = {**merged.get(name, {}), **value} if isinstance(value, dict) else value
-    return merged
