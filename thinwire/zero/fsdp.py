@@ -319,14 +319,10 @@ def whole(parameter: Tensor, device: torch.device) -> Tensor:
 
 def _layers(model: nn.Module, prepared: Preparation) -> list[nn.Module]:
     """The modules to gather one at a time: elements of lists, alike and not simple, that share nothing with others."""
-    uses = Counter(
-        id(parameter)
-        for module in model.modules()
-        for parameter in (*module._parameters.values(), *prepared.external_parameters(module))
-        if parameter is not None
-    )
-    found = () if prepared.is_unit(model) else _repeated(model, prepared)
-    return [layer for layer in dict.fromkeys(found) if _is_closed(layer, uses, prepared)]
+    everywhere = _uses(model, prepared)
+    found = dict.fromkeys(() if prepared.is_unit(model) else _repeated(model, prepared))
+    inside = ((layer, _uses(layer, prepared)) for layer in found)
+    return [layer for layer, uses in inside if uses and all(everywhere[one] == uses[one] for one in uses)]
 
 
 def _repeated(module: nn.Module, prepared: Preparation) -> Iterator[nn.Module]:
@@ -348,12 +344,11 @@ def _runs(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _is_closed(layer: nn.Module, uses: Counter[int], prepared: Preparation) -> bool:
-    """Whether no parameter of the layer is used outside of it, where it would not be gathered."""
-    inside = Counter(
+def _uses(model: nn.Module, prepared: Preparation) -> Counter[int]:
+    """How many modules use each parameter, by its id."""
+    return Counter(
         id(parameter)
-        for module in layer.modules()
+        for module in model.modules()
         for parameter in (*module._parameters.values(), *prepared.external_parameters(module))
         if parameter is not None
     )
-    return all(uses[one] == count for one, count in inside.items()) and bool(inside)
