@@ -63,8 +63,11 @@ class ElasticHome(LocalHome):
         make_guard: Callable[[int], Guard | None],
     ) -> None:
         device = worker.parameters[0].device
-        steps: list[OuterStep] = [Alone(one.numel, device, make_guard(one.numel)) for one in fragments]
-        super().__init__(comm, comm, None, worker, names, fragments, steps, timetable, outer, mix)
+
+        def make_step(fragment: Fragment, number: int, positive: bool) -> OuterStep:
+            return Alone(fragment.numel, device, make_guard(fragment.numel))
+
+        super().__init__(comm, comm, None, worker, names, fragments, timetable, outer, mix, {}, make_step)
         self.membership = membership
         self.index = 0
         """This worker's number among `workers`, which may change at an outer step."""

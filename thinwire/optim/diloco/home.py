@@ -41,15 +41,14 @@ class LocalHome(Home):
         worker: Worker,
         names: Sequence[str],
         fragments: Sequence[Fragment],
-        outer_steps: Sequence[OuterStep],
         timetable: Timetable,
         outer: OuterOptimizer,
         mix: float | Literal["carry"],
-        share: Mapping[str, int] | None = None,
-        make_step: Callable[[Fragment, int, bool], OuterStep] | None = None,
+        share: Mapping[str, int],
+        make_step: Callable[[Fragment, int, bool], OuterStep],
     ) -> None:
-        """`share`: state that workers have in common, whose fragments' outer steps `make_step` makes, of a number, and
-        of values that are nowhere below 0 or not."""
+        """`share`: state that workers have in common. `make_step`: of a fragment, its number, and whether its values
+        are nowhere below 0."""
         self.comm = comm
         self.worker = worker
         self.watcher = worker.watcher
@@ -57,7 +56,7 @@ class LocalHome(Home):
         self.parameters, self.names = worker.parameters, list(names)
         self.outer = outer
         self.fragments = list(fragments)
-        self.outer_steps = list(outer_steps)
+        self.outer_steps = [make_step(one, number, False) for number, one in enumerate(fragments)]
         self.weights = OuterWeights(worker, self.fragments)
         self.under_way: list[UnderWay] = []
         self.met_at = 0
@@ -73,8 +72,7 @@ class LocalHome(Home):
         self._links = links
         self._timetable = timetable
         ranks = range(comm.size) if links is None else links.groups.node_of
-        of_all = self.weights, self.fragments, self.outer_steps
-        self._shared = SharedStates(share or {}, comm, list(ranks), *of_all, worker, make_step)
+        self._shared = SharedStates(share, comm, list(ranks), self.weights, self.outer_steps, make_step)
         self._carries = mix == "carry"
         self._mix = mix if isinstance(mix, float) else 0.0
         self._before_first: Callable[[], None] | None = None

@@ -306,9 +306,8 @@ class DiLoCo(SynchronizedOptimizer):
             guard = make_guard(fragment.numel)
             return make_outer_step(exchange, links, fragment, rounded, number, device, guard)
 
-        steps = [make_step(one, number, False) for number, one in enumerate(cut)]
-        more = mix, settings["share"], make_step
-        home = LocalHome(self.comm, exchange, links, worker, names, cut, steps, timetable, self.outer, *more)
+        of_all = links, worker, names, cut, timetable, self.outer, mix
+        home = LocalHome(self.comm, exchange, *of_all, settings["share"], make_step)
         sends, pace = home.uncompressed_step_bytes, f"its workers talk every {settings['every']} steps"
         self._savings = SavingsReport(self, self.comm, recipe=None, uncompressed=sends, otherwise=pace)
         return home

@@ -28,20 +28,20 @@ class OuterWeights:
     copy is held; 16-bit parameters are rounded from them, and the worker's master weights stay as they are.
     """
 
-    def __init__(self, worker: Worker, fragments: Sequence[Fragment]) -> None:
+    def __init__(self, worker: Worker, fragments: list[Fragment]) -> None:
         self.shown = False
-        self._worker = worker
-        self._fragments = fragments
+        self.worker = worker
+        self.fragments = fragments
         self._versions: list[int] = []
         device = worker.parameters[0].device
         self._kept = [torch.zeros(one.numel, device=device) for one in fragments]
         self._follow_replica()
 
-    def fit(self) -> None:
-        """Follow the list of fragments, whose last ones, of state, come and go."""
-        del self._kept[len(self._fragments) :]
-        more = self._fragments[len(self._kept) :]
-        self._kept += [torch.zeros(one.numel, device=self._kept[0].device) for one in more]
+    def hold_state(self, made: Sequence[Fragment]) -> None:
+        """Hold fragments of state, with nothing in common yet, behind those of weights, in the place of any there."""
+        count = sum(not one.kind for one in self.fragments)
+        self.fragments[count:] = made
+        self._kept[count:] = [torch.zeros(one.numel, device=self._kept[0].device) for one in made]
 
     def outer(self, fragment: int) -> Tensor:
         """The outer weights of a fragment, to be read."""
@@ -53,8 +53,8 @@ class OuterWeights:
 
     def pairs(self, fragment: int) -> list[WeightPair]:
         """Both, piece by piece, which lie end to end; to be read."""
-        kept, found, kind = self._kept[fragment], list[WeightPair](), self._fragments[fragment].kind
-        for piece in self._fragments[fragment].pieces:
+        kept, found, kind = self._kept[fragment], list[WeightPair](), self.fragments[fragment].kind
+        for piece in self.fragments[fragment].pieces:
             here, there = kept[piece.offset : piece.offset + piece.numel], self._of_worker(piece, kind)
             have_changed_places = self.shown and not kind and self._single(piece)
             found.append(WeightPair(there, here) if have_changed_places else WeightPair(here, there))
@@ -67,7 +67,7 @@ class OuterWeights:
         rounded once where `update` is fp64. No element of w° is then below `least`."""
         shown = self.shown
         self.show(False)
-        kept, kind = self._kept[fragment], self._fragments[fragment].kind
+        kept, kind = self._kept[fragment], self.fragments[fragment].kind
         for piece, first, last in self._portions(fragment):
             place = slice(piece.offset + first, piece.offset + last)
             outer = kept[place]
@@ -88,8 +88,8 @@ class OuterWeights:
         shown = self.shown
         self.show(False)
         self._kept[fragment].copy_(outer)
-        kind = self._fragments[fragment].kind
-        for piece in () if replica is None else self._fragments[fragment].pieces:
+        kind = self.fragments[fragment].kind
+        for piece in () if replica is None else self.fragments[fragment].pieces:
             values = replica[piece.offset : piece.offset + piece.numel]  # type: ignore[index]
             self._write(kind, piece.parameter, piece.start, values)
         self.show(shown)
@@ -117,43 +117,43 @@ class OuterWeights:
                 "workers have in common: what one rank writes there others do not have. Change weights in training, "
                 "after optimizer.synchronize_weights() on every rank"
             )
-        for kept, fragment in zip(self._kept, self._fragments, strict=True):
+        for kept, fragment in zip(self._kept, self.fragments, strict=True):
             for piece in () if fragment.kind else fragment.pieces:
                 here, single = kept[piece.offset : piece.offset + piece.numel], self._single(piece)
                 own = self._of_worker(piece).clone() if single or self.shown else here
-                self._worker.show(piece.parameter, piece.start, here if single else own)
+                self.worker.show(piece.parameter, piece.start, here if single else own)
                 if single:
                     here.copy_(own)
         self.shown = outer
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
-        return [one._version for one in self._worker.parameters]
+        return [one._version for one in self.worker.parameters]
 
     def _follow_replica(self) -> None:
         for number, kept in enumerate(self._kept):
-            if not self._fragments[number].kind:
+            if not self.fragments[number].kind:
                 kept.copy_(self.replica(number))
         self.note_met()
 
     def _single(self, piece: Piece) -> bool:
-        return self._worker.parameters[piece.parameter].dtype == torch.float32
+        return self.worker.parameters[piece.parameter].dtype == torch.float32
 
     def _of_worker(self, piece: Piece, kind: str = "") -> Tensor:
-        whole = self._worker.state(piece.parameter, kind) if kind else self._worker.weights(piece.parameter)
+        whole = self.worker.state(piece.parameter, kind) if kind else self.worker.weights(piece.parameter)
         return whole[piece.start : piece.start + piece.numel]
 
     def _write(self, kind: str, number: int, start: int, values: Tensor) -> None:
         if kind:
-            self._worker.write_state(number, kind, start, values)
+            self.worker.write_state(number, kind, start, values)
         else:
-            self._worker.write(number, start, values)
+            self.worker.write(number, start, values)
 
     def _portions(self, fragment: int) -> Iterator[tuple[Piece, int, int]]:
         """(Piece, first element, last) of as many elements as caches hold on a CPU, where new memory for a whole piece
         costs more than what is done with it; of whole pieces where the worker can write no less at once."""
-        for piece in self._fragments[fragment].pieces:
-            parameter = self._worker.parameters[piece.parameter]
+        for piece in self.fragments[fragment].pieces:
+            parameter = self.worker.parameters[piece.parameter]
             cut = parameter.device.type == "cpu" and self._single(piece) and parameter.is_contiguous()
             most = _IN_CACHE if cut else max(1, piece.numel)
             for first in range(0, piece.numel, most):
@@ -212,7 +212,7 @@ class KeptMomentum:
 class SharedStates:
     """What is shared and how often.
 
-    `share`: kinds, and each after how many outer steps of a fragment's weights. `worker_of`: of each rank. `fragments`,
+    `share`: kinds, and each after how many outer steps of a fragment's weights. `worker_of`: of each rank.
     `outer_steps`: all, those of state behind those of weights. `found`: by kind the numbers of the parameters that have
     it, on all workers, and whether none of its values is below 0; empty until the workers have agreed. `make_step`: of
     a fragment, its number and whether nothing is negative. `places`: of each fragment of state, which fragment of
@@ -223,10 +223,8 @@ class SharedStates:
     comm: Communicator
     worker_of: Sequence[int]
     weights: OuterWeights
-    fragments: list[Fragment]
     outer_steps: list[OuterStep]
-    worker: Worker
-    make_step: Callable[[Fragment, int, bool], OuterStep] | None
+    make_step: Callable[[Fragment, int, bool], OuterStep]
     found: dict[str, tuple[list[int], bool]] = field(default_factory=dict)
     places: list[int] = field(default_factory=list)
 
@@ -234,15 +232,11 @@ class SharedStates:
         """Put fragments of the state that was `found`, with nothing in common yet, and their outer steps behind those
         of weights, in the place of any that are there."""
         self.found = {kind: one for kind, one in found.items() if kind in self.share}
-        count = sum(not one.kind for one in self.fragments)
-        del self.fragments[count:], self.outer_steps[count:]
-        self.weights.fit()
-        made = self._of_state()
-        for number, fragment in enumerate(made, count):
-            assert self.make_step is not None, "who shares state can make its outer steps"
-            self.outer_steps.append(self.make_step(fragment, number, self.least(fragment) is not None))
-        self.fragments += made
-        self.weights.fit()
+        of_weights = [one for one in self.weights.fragments if not one.kind]
+        made, count = self._of_state(of_weights), len(of_weights)
+        self.weights.hold_state(made)
+        steps = [self.make_step(one, number, self.least(one) is not None) for number, one in enumerate(made, count)]
+        self.outer_steps[count:] = steps
 
     def agree(self) -> dict[str, tuple[list[int], bool]]:
         """What all workers have of the parameters that train. Collective.
@@ -251,10 +245,10 @@ class SharedStates:
         is not there for the same parameters on every worker.
         """
         mine: dict[str, Any] = {"has": {}, "lacks": {}, "negative": []}
-        for number in sorted({one.parameter for fragment in self.fragments for one in fragment.pieces}):
-            for kind, whole in self.worker.kinds(number).items():
+        for number in sorted({one.parameter for fragment in self.weights.fragments for one in fragment.pieces}):
+            for kind, whole in self.weights.worker.kinds(number).items():
                 mine["has" if whole else "lacks"].setdefault(kind, []).append(number)
-                if whole and kind in self.share and bool((self.worker.own_state(number, kind) < 0).any()):
+                if whole and kind in self.share and bool((self.weights.worker.own_state(number, kind) < 0).any()):
                     mine["negative"].append(kind)
         said = [json.loads(one) for one in self.comm.all_gather_bytes(json.dumps(mine).encode(), "share its state")]
         found = {}
@@ -278,12 +272,12 @@ class SharedStates:
             found[kind] = sorted(workers[0]), not any(kind in one["negative"] for one in said)
         return found
 
-    def _of_state(self) -> list[Fragment]:
+    def _of_state(self, of_weights: Sequence[Fragment]) -> list[Fragment]:
         """Of each kind the state of each fragment of weights; those without any are left out."""
         made: list[Fragment] = []
         self.places.clear()
         for kind, (numbers, _) in self.found.items():
-            for place, fragment in enumerate(self.fragments):
+            for place, fragment in enumerate(of_weights):
                 pieces: list[Piece] = []
                 for piece in fragment.pieces:
                     if piece.parameter in numbers:
@@ -296,7 +290,7 @@ class SharedStates:
 
     def leaving(self, timetable: Timetable, step: int) -> list[int]:
         """Which fragments of state leave after this step, behind their weights."""
-        due, made = timetable.leaving(step), self.fragments[timetable.fragments :]
+        due, made = timetable.leaving(step), self.weights.fragments[timetable.fragments :]
         return [
             number
             for number, (fragment, place) in enumerate(zip(made, self.places, strict=True), timetable.fragments)
@@ -310,7 +304,7 @@ class SharedStates:
     def lost(self, fragment: Fragment) -> str:
         """A sentence about state of a fragment that this worker has no more; empty where there is all of it."""
         for piece in fragment.pieces:
-            if fragment.kind and not self.worker.keeps(piece.parameter, fragment.kind):
+            if fragment.kind and not self.weights.worker.keeps(piece.parameter, fragment.kind):
                 return (
                     f"{fragment.kind!r} is shared, and the inner optimizer of this rank no longer has one of every "
                     "parameter: the names of its state may not change in a run"
