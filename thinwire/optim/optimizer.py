@@ -218,14 +218,8 @@ class CompressedOptimizer(SynchronizedOptimizer):
         if self.stage == 0:
             home = ReplicatedHome(self, self.comm, chosen, recipe)
         else:
-            sharded = ShardedParameters(
-                self.comm,
-                self.param_groups,
-                chosen.named_parameters,
-                chosen.sharding,
-                optimizer=name,
-                settings={**chosen.compared(), **recipe.compared},
-            )
+            compared = {**chosen.compared(), **recipe.compared}
+            sharded = ShardedParameters(self, self.comm, chosen.named_parameters, chosen.sharding, compared)
             home = AlgorithmShardedHome(sharded, chosen, recipe)
         self._move_in(home, chosen.averaging.times_mean(self.comm.size))
         held = [one for group in self.param_groups for one in group["params"]]

@@ -257,7 +257,7 @@ def bring_beside(masters: Sequence[MasterWeights], values: Sequence[Tensor]) -> 
 
 
 class ShardedParameters:
-    """A model's parameters, with this rank's master weights; the same on every rank but for these.
+    """An optimizer's parameters, with this rank's master weights; the same on every rank but for these.
 
     `comm`: of the caller. `exchange_comm`: a copy for all that is sent, whose rank is the shard owned; `links`: beside
     it, by node, `saved_nodes` each rank's. `order`: numbers, names, groups. `gate`: of a forward that waits, or None.
@@ -268,16 +268,15 @@ class ShardedParameters:
 
     def __init__(
         self,
+        optimizer: torch.optim.Optimizer,
         comm: Communicator,
-        groups: Sequence[Mapping[str, Any]],
         named_parameters: Iterable[tuple[str, Tensor]] | None,
         sharding: Sharding,
-        *,
-        optimizer: str,
         settings: Mapping[str, Any],
     ) -> None:
+        groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
         self.comm, self.groups, self.sharding = comm, groups, sharding
-        place = partial(Placement.checked, groups, named_parameters, optimizer, sharding)
+        place = partial(Placement, optimizer, named_parameters, sharding)
         self.order = on_every_rank(comm, place, "build its optimizer", (ValueError, TypeError))
         compared = {**sharding.compared(), "names": self.names, **settings}
         self.replica = Replica.among(comm, self.order.parameters)

@@ -231,9 +231,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
             error = raised
         raise_together(self.comm, error, "build its optimizer")
         check_same_kind(self.comm, f"{type(self).__name__} of {self._saved_name}", stage)
-        parameters = ShardedParameters(
-            self.comm, self.param_groups, named_parameters, sharding, optimizer=type(self).__name__, settings=told
-        )
+        parameters = ShardedParameters(self, self.comm, named_parameters, sharding, told)
         home = _ElementwiseHome(parameters, lambda groups: optimizer_class(groups, **options), resync_interval)
         self._move_in(home, averaging.times_mean(self.comm.size))
         self._optimizers = home.optimizers

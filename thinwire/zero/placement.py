@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -98,16 +98,19 @@ PLAIN_AVERAGING = Averaging()
 
 
 class Placement:
-    """The parameters of some groups that require gradients, numbered in the groups' order.
+    """The parameters of an optimizer that require gradients, numbered in its groups' order.
 
     `parameters`, `names`, `group_of`: by number. `frozen`: those that require none. `order`: numbers in reverse order
     of use, which is about the order in which backward completes gradients.
 
-    Raises ValueError where nothing requires a gradient, or where `named` lacks a parameter.
+    Raises ValueError where nothing requires a gradient, or where `named` lacks a parameter, and it or TypeError for
+    parameters that the optimizer cannot take, laid out as `sharding` says.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], named: Iterable[tuple[str, Tensor]] | None) -> None:
-        self._groups = groups
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]] | None, sharding: Sharding
+    ) -> None:
+        self._groups = groups = optimizer.param_groups
         every = [(parameter, number) for number, group in enumerate(groups) for parameter in group["params"]]
         held = [(parameter, number) for parameter, number in every if parameter.requires_grad]
         if not held:
@@ -126,27 +129,16 @@ class Placement:
         self._called: dict[int, str] = {}
         place = {name: position for position, name in enumerate(name_of.values())}
         self.order = sorted(range(len(held)), key=lambda number: -place[self.names[number]])
-
-    @classmethod
-    def checked(
-        cls,
-        groups: Sequence[Mapping[str, Any]],
-        named: Iterable[tuple[str, Tensor]] | None,
-        optimizer: str,
-        sharding: Sharding,
-    ) -> Self:
-        """Place what `optimizer` can take, laid out so; raises TypeError or ValueError for other parameters."""
-        placed = cls(groups, named)
-        check_parameters(placed.parameters, optimizer)
-        sharding.averaging.check_parameters(placed.parameters, sharding.param_dtype)
-        for number, parameter in enumerate(placed.parameters):
-            if is_cut(parameter) and sharding.whole_parameters(groups[placed.group_of[number]]):
+        name = type(optimizer).__name__
+        check_parameters(self.parameters, name)
+        sharding.averaging.check_parameters(self.parameters, sharding.param_dtype)
+        for number, parameter in enumerate(self.parameters):
+            if is_cut(parameter) and sharding.whole_parameters(groups[self.group_of[number]]):
                 raise TypeError(
-                    f"{placed.describe(number)} is a part of a matrix that tensor parallelism has cut, and {optimizer} "
+                    f"{self.describe(number)} is a part of a matrix that tensor parallelism has cut, and {name} "
                     "steps whole matrices, whose parts cannot be orthogonalised, nor measured, alone. Use OneBitAdam, "
                     "OneBitLamb or ShardedOptimizer with an elementwise class, or leave the matrix whole"
                 )
-        return placed
 
     def partition(self, world_size: int, sharding: Sharding) -> list[tuple[BucketLayout, torch.dtype]]:
         """Buckets of one dtype and kind each, in the order in which backward completes them."""
