@@ -264,6 +264,8 @@ class JobCheckpoints:
         return snapshot
 
     def _client_state(self, found: LoadedCheckpoint) -> dict[str, Any]:
+        if not (found.shared["client_state"] or found.shared.get("client_values")):
+            return {}
         try:
             return unpack_client_state(found.shared, lambda key: found.read_rank(key, 0))
         except (KeyError, IndexError, TypeError, ValueError) as error:

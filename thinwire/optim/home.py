@@ -141,13 +141,14 @@ class AlgorithmHome(Home):
         """The rank's own residuals and, where local steps make state its own, that state."""
         found = {_LEFT_OUT_STEPS: torch.tensor([group.left_out_steps for group in self.groups], dtype=torch.int64)}
         for group in self.groups:
+            own = group.local.own_state if group.local is not None and group.clock.frozen_at is not None else ()
             for bucket in group.buckets:
                 for prefix, exchange in _with_residuals(group, bucket):
                     assert exchange.worker_residual is not None
                     for run in runs_in(bucket.layout, exchange.worker_place):
                         residual = exchange.worker_residual[run.place]
                         found[f"{prefix}{_WORKER_RESIDUAL}.{self.names[run.parameter]}"] = residual
-                for kind in set(bucket.state) - set(group.storage.common_state(bucket)):
+                for kind in bucket.state.keys() & own:
                     for slot in bucket.layout.slots:
                         found[f"{kind}.{self.names[slot.parameter]}"] = bucket.state[kind][place_of(slot)]
         return found
@@ -283,13 +284,14 @@ def ranks_with_state(source: SliceSource, comm: Communicator) -> list[int] | Non
 def slices(group: FreezeGroup, names: Sequence[str], rank: int) -> list[SavedSlice]:
     """The share of `rank` of what all ranks hold, what it keeps as an owner, and the residual that it owns."""
     found: list[SavedSlice] = []
+    own_weights = group.local is not None and group.clock.frozen_at is not None
     for bucket in group.buckets:
         first = rank * bucket.layout.shard
         own = slice(first, first + bucket.layout.shard)
         state = group.storage.saved_state(bucket, own)
         for run in runs_in(bucket.layout, own):
             values = {name: one[run.place] for name, one in state.items()}
-            for kind, one in (values | group.storage.saved(bucket, run, group.shows_own_weights)).items():
+            for kind, one in (values | group.storage.saved(bucket, run, own_weights)).items():
                 found.append(SavedSlice(kind, names[run.parameter], run.start, one))
         for prefix, exchange in _with_residuals(group, bucket):
             if (residual := exchange.owner_residual) is not None:

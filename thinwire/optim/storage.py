@@ -165,22 +165,16 @@ class Storage(ABC):
         `own`: whether parameters show the ranks' own weights.
         """
 
-    def common_state(self, bucket: Bucket) -> list[str]:
-        """The state that every rank has alike, or its owner alone."""
-        local, frozen = self._algorithm, self._clock.frozen_at is not None
-        own = local.own_state if frozen and isinstance(local, LocalSteps) else frozenset()
-        return [kind for kind in bucket.state if kind not in own]
-
     def saved_state(self, bucket: Bucket, own: slice) -> dict[str, Tensor]:
         """This rank's shard, the elements `own`, of state that all ranks have in common, or their owners: [shard]."""
-        whole, common = bucket.whole_state, self.common_state(bucket)
+        whole, common = bucket.whole_state, _common_state(self.shared, bucket)
         return {name: whole[name][own] if name in whole else bucket.state[name] for name in common}
 
     def load_state(
         self, bucket: Bucket, names: Sequence[str], source: SliceSource, ranks: Sequence[int] | None
     ) -> None:
         """Take state over; what ranks do not have in common is the mean of those of `ranks`, if these can be had."""
-        read_plain, common = as_plain(source, self._algorithm.form), self.common_state(bucket)
+        read_plain, common = as_plain(source, self._algorithm.form), _common_state(self.shared, bucket)
         for kind, values in bucket.whole_state.items():
             for slot in slots_with_elements(bucket):
                 name = names[slot.parameter]
@@ -198,6 +192,13 @@ class Storage(ABC):
     def _view(self, values: Tensor, slot: Slot) -> Tensor:
         shape = self._parameters.parameters[slot.parameter].shape
         return values[place_of(slot)].view(shape) if self.shapes else values[place_of(slot)]
+
+
+def _common_state(shared: Shared, bucket: Bucket) -> list[str]:
+    """The state that every rank has alike, or its owner alone."""
+    local, frozen = shared.algorithm, shared.clock.frozen_at is not None
+    own = local.own_state if frozen and isinstance(local, LocalSteps) else frozenset()
+    return [kind for kind in bucket.state if kind not in own]
 
 
 def fill_masked(parameters: Parameters, values: Tensor, runs: Iterable[Run], value: float) -> None:
