@@ -40,7 +40,9 @@ def build(optimizer: str, stages: int, cut: int, replicas: int, **config: Any) -
         **parts,
         **config,
     }
-    return initialize(model=gpt2(), config=settings)[0]
+    model = gpt2()
+    model.transformer.h[2].mlp.requires_grad_(False)  # type: ignore[union-attr, operator]
+    return initialize(model=model, config=settings)[0]
 
 
 def stream(replicas: int, rank: int, skipped: int) -> Iterator[dict[str, Tensor]]:
