@@ -63,7 +63,7 @@ def losses(engine: Any, skipped: int, steps: int) -> list[float]:
 
 def train_and_save(engine: Any, folder: str, tag: str) -> list[float]:
     losses(engine, 0, BEFORE)
-    assert engine.save_checkpoint(folder, tag)
+    assert engine.save_checkpoint(folder, tag, exclude_frozen_parameters=tag.endswith("-pp4"))
     return losses(engine, BEFORE, AFTER)
 
 

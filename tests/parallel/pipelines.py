@@ -144,7 +144,8 @@ def check_schedule(name: str) -> None:
 
 
 def schedules() -> None:
-    for name in SCHEDULES:
+    """Of four ranks some are neither first nor last where each has one stage; two that have two show the same."""
+    for name in SCHEDULES if dist.get_world_size() == 2 else ("1F1B", "InterleavedZeroBubble", "DualPipeV"):
         check_schedule(name)
 
 
