@@ -140,14 +140,14 @@ BUILDS = {
         model.named_parameters(), 1e-2, 10, max_norm=1.0, block_size=64, bucket_bytes=4000, **ranks
     ),
     "zero_one": lambda model, **ranks: thinwire.ZeroOneAdam(
-        model.named_parameters(), 3e-3, 10, max_norm=1.0, block_size=64, bucket_bytes=4000, **ranks
+        model.named_parameters(), 3e-3, 6, 4, 3, 4, max_norm=1.0, block_size=64, bucket_bytes=4000, **ranks
     ),
 }
 
 
 def compressed(mesh: DeviceMesh) -> None:
     """1-bit optimizers against the same on whole models: as exact in the warmup, and near once frozen."""
-    for name, stage in (("adam", 0), ("adam", 2), ("lamb", 1), ("zero_one", 0)):
+    for name, stage in (("adam", 0), ("adam", 2), ("lamb", 1), ("zero_one", 0), ("zero_one", 1)):
         build = BUILDS[name]
 
         made = make("gpt")
@@ -164,15 +164,15 @@ def compressed(mesh: DeviceMesh) -> None:
         close(found[:warm], expected[:warm], 1e-4)
         last, wanted = (sum(loss for loss, _ in one[-6:]) for one in (found, expected))
         assert abs(last / wanted - 1) < 0.01, (name, stage, last, wanted)
+        optimizer.synchronize_weights()
         same_replicas(mesh, model)
-        _skip_together(mesh, model, optimizer)
+        if name != "zero_one":  # whose local steps take what is not finite for zero
+            _skip_together(mesh, model, optimizer)
         optimizer.close()
 
 
 def _skip_together(mesh: DeviceMesh, model: nn.Module, optimizer: Any) -> None:
     """What is not finite in one rank's part stops the step on all ranks that hold parts."""
-    if isinstance(optimizer, thinwire.ZeroOneAdam) and optimizer.stage == 0:
-        return
     before, skipped = optimizer.steps, optimizer.skipped_steps
     optimizer.zero_grad()
     weight = model.model.transformer.h[0].attn.c_attn.weight  # type: ignore[union-attr, index]
