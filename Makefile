@@ -2,7 +2,9 @@
 PYTHON ?= python3
 # `make gpu` uses the Python that has a CUDA build of torch: the machine's own, not .venv.
 GPU_PYTHON ?= python3
-VENV := .venv
+# `make test TORCH=2.15.0` tests that torch, in an environment of its own, in place of the pinned one.
+TORCH ?=
+VENV := .venv$(addprefix -,$(TORCH))
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 # One more than there are cores: tests that start jobs wait a good part of their time.
@@ -34,13 +36,14 @@ help:
 	@echo "make redraw          draw the pictures of recorded results again, from their JSON (ARGS=NAME for one)"
 	@echo "make gpu             run the GPU tests and benchmarks on the NVIDIA GPU present, in stages of under 8 minutes"
 	@echo "make docs            build these pages and the API reference as a site, into site/"
-	@echo "make lint            ruff and mypy;  make wheel: build the wheel;  make clean: remove .venv and build outputs"
+	@echo "make lint            ruff and mypy;  make wheel: build the wheel;  make clean: remove .venv* and build outputs"
 
 $(READY): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "thinwire needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Use: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	grep -vE '^($(if $(TORCH),torch|triton|setuptools,))==' requirements.txt > $(VENV)/requirements.txt
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r $(VENV)/requirements.txt $(addprefix torch==,$(TORCH))
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
@@ -120,4 +123,4 @@ wheel: $(READY)
 	$(RUN) -m build --wheel
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
