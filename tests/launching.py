@@ -125,7 +125,9 @@ class Jobs:
         return run([*launcher, *program], **extra)
 
     def mpirun(self, size: int, *program: str, **extra: str) -> Done:
-        return run([find_mpirun(), "--map-by", ":OVERSUBSCRIBE", "-n", str(size), self.python, *program], **extra)
+        """Programs end wholly, and MPI with them: to mpirun, one that does not has failed."""
+        command = [find_mpirun(), "--map-by", ":OVERSUBSCRIBE", "-n", str(size), self.python, *program]
+        return run(command, **WHOLLY, **extra)
 
     def orphans(self, size: int, *program: str, victim: int, **extra: str) -> list[Done]:
         """Ranks as torchrun starts them, but with nobody who looks after them; the results of all but the victim."""

@@ -77,7 +77,7 @@ def test_a_lost_rank_is_named(jobs: Jobs, how: str, victim: int, chunk: int) -> 
 
 @pytest.mark.launch
 def test_under_mpirun(jobs: Jobs) -> None:
-    done = jobs.mpirun(3, *JOB, "over_mpi", seed(), **WHOLLY)
+    done = jobs.mpirun(3, *JOB, "over_mpi", seed())
     stalled, *passed = succeed(done)
     assert passed == [f"rank {rank} of 3 passed over mpi" for rank in range(3)]
     assert "all_to_all of 3145728 float32" in stalled
@@ -87,7 +87,7 @@ def test_under_mpirun(jobs: Jobs) -> None:
 
 @pytest.mark.launch
 def test_mpis_thread_ends_with_the_communicator_and_with_the_process(jobs: Jobs) -> None:
-    assert succeed(jobs.mpirun(2, *JOB, "end_threads", **WHOLLY)) == ["1 at the end"] * 2 + ["ended"] * 4
+    assert succeed(jobs.mpirun(2, *JOB, "end_threads")) == ["1 at the end"] * 2 + ["ended"] * 4
 
 
 @pytest.mark.launch
