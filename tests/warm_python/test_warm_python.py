@@ -46,8 +46,9 @@ def test_code_on_the_command_line(jobs: Jobs) -> None:
 
 def test_an_error_and_what_runs_at_exit(jobs: Jobs, tmp_path: Path) -> None:
     late = "threading.Thread(target=lambda: (time.sleep(0.1), print('a thread'))).start()"
-    gone = "Gone = type('Gone', (), {'__del__': lambda self: print('gone')}); gone = Gone()"
-    before = ["import atexit, sys, threading, time", "atexit.register(print, 'at exit')", late, gone]
+    # Of what is taken apart last, without what may have gone before.
+    gone = "sys.gone = type('Gone', (), {'__del__': lambda self, write=os.write: write(1, b'gone\\n')})()"
+    before = ["import atexit, os, sys, threading, time", "atexit.register(print, 'at exit')", late, gone]
     for last, code, told, more in (
         ("1 / 0", 1, "ZeroDivisionError: division by zero\n", {}),
         ("sys.exit('no')", 1, "no\n", {}),
