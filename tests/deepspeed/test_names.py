@@ -60,6 +60,7 @@ from thinwire.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from thinwire.deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
 from thinwire.deepspeed.runtime.activation_checkpointing import checkpointing
 from thinwire.deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint
+from thinwire.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from thinwire.deepspeed.runtime.config import ADAM_OPTIMIZER, DeepSpeedConfig, DeepSpeedConfigError
 from thinwire.deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from thinwire.deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader

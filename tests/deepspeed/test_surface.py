@@ -15,6 +15,7 @@ from tests.refusing import refused
 from thinwire import deepspeed, initialize
 from thinwire.comm import threads
 from thinwire.deepspeed.getters import why_foreign
+from thinwire.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from thinwire.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from thinwire.deepspeed.utils import safe_get_full_fp32_param
 from thinwire.engine import CallError, Engine
@@ -54,6 +55,8 @@ def test_getters_follow_the_configuration(comm) -> None:
     assert engine.dynamic_loss_scale_args().items() >= {"scale_window": 11, "delayed_shift": 3}.items()
     assert engine.optimizer.loss_scale == engine.optimizer.cur_scale == engine.loss_scaler.value == 32
     assert not engine.optimizer.overflow
+    assert engine.optimizer.needs_scaler()
+    assert isinstance(engine.optimizer, ZeROOptimizer)
     assert (engine.optimizer_params()["lr"], engine.scheduler_params()["warmup_num_steps"]) == (1e-2, 4)
     assert engine.config["zero_optimization"]["stage"] == 2
     assert initialize(model=make_model(), comm=comm, config=engine.config)[0].config == engine.config
@@ -65,6 +68,7 @@ def test_getters_of_a_plain_configuration() -> None:
     engine = initialize(model=make_model(), config=config, optimizer=client)[0]
     says(engine, optimizer_name="SGD", optimizer_params=None, scheduler_name=None, get_mom=[0.7], get_pld_theta=None)
     says(engine, pld_params=False, zero_optimization=False, communication_data_type=torch.float32, loss_scaler=None)
+    assert not engine.optimizer.needs_scaler()
     says(engine, gradient_average=True, postscale_gradients=True, gradient_predivide_factor=1)
     beside = settings(
         0,

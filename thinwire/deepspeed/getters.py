@@ -205,6 +205,11 @@ class LossScaleConfig:
         """Have an engine's optimizer answer for its loss scale."""
         optimizer.loss_scale_config = optimizer.loss_scaler = self
         optimizer.dynamic_loss_scale = self.dynamic_loss_scale
+        optimizer.needs_scaler = self.needs_scaler  # type: ignore[attr-defined]
+
+    def needs_scaler(self) -> bool:
+        """Whether losses have to be scaled before their backward: in fp16."""
+        return self._loss_scale is not None
 
     @property
     def dynamic_loss_scale(self) -> bool:

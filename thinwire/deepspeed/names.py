@@ -51,6 +51,7 @@ _LEAVES = (
     "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
     "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module"
 )
+_OPTIMIZERS = "DeepSpeedOptimizer=SynchronizedOptimizer ZeROOptimizer=SynchronizedOptimizer"
 _MONITORS = "MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor=CsvMonitor"
 
 NAMES: Mapping[str, Mapping[str, str]] = {
@@ -142,6 +143,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "thinwire.engine": "get_model_profile",
     },
     "runtime.activation_checkpointing.checkpointing": {".checkpointing": ALL},
+    "runtime.base_optimizer": {"thinwire.zero.synchronized_optimizer": _OPTIMIZERS},
     "runtime.bf16_optimizer": {_ENGINES_PRECISION: "BF16_Optimizer"},
     "runtime.comm.mpi": {_NO_BACKENDS: "MpiBackend"},
     "runtime.comm.nccl": {_NO_BACKENDS: "NcclBackend"},
