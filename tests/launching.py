@@ -24,6 +24,9 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI",
 # Only what hangs should end here, just before the test's own limit would take the output along.
 LIMIT_SECONDS = 280
 
+since_torch_2_13 = pytest.mark.skipif(torch.__version__ < "2.13", reason="needs torch 2.13")
+"""Packets between stages; what `full_tensor` makes of a fused matrix."""
+
 WHOLLY = {TAKEN_APART: "1"}
 """For programs whose last breath is of interest too: they end as in a fresh interpreter."""
 

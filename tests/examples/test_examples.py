@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 import pytest
 from transformers import BertForMaskedLM
 
-from tests.launching import WHOLLY, Jobs, environment
+from tests.launching import WHOLLY, Jobs, environment, since_torch_2_13
 from thinwire.sparse_attn import densify
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -84,6 +84,7 @@ def test_accelerate_loop(jobs: Jobs) -> None:
     assert losses[-1] < losses[0]
 
 
+@since_torch_2_13
 @pytest.mark.launch
 def test_pipeline(jobs: Jobs) -> None:
     """Two stages of two replicas."""

@@ -2,8 +2,10 @@
 
 import pytest
 
-from tests.launching import Jobs
+from tests.launching import Jobs, since_torch_2_13
 from tests.parallel.pipelines import PROGRAM
+
+pytestmark = since_torch_2_13
 
 
 @pytest.mark.launch

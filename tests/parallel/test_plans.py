@@ -2,10 +2,11 @@
 
 import pytest
 
-from tests.launching import Jobs
+from tests.launching import Jobs, since_torch_2_13
 from tests.parallel.cutting import PROGRAM
 
 
+@since_torch_2_13
 @pytest.mark.launch
 def test_two_ranks_hold_a_model(jobs: Jobs) -> None:
     done = jobs.torchrun(2, *PROGRAM)

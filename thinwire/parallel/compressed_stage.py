@@ -82,7 +82,8 @@ class CompressedStage(PipelineStage):
 
     Making one is collective over `group`. Raises ValueError on every rank for a codec that is none of these, or is not
     the same on all; in the first step for a boundary that only integers pass, which no codec takes; and on its own
-    rank for a micro-batch of another shape than the first, which torch's schedules do not take either.
+    rank for a micro-batch of another shape than the first, which torch's schedules do not take either. Raises
+    NotImplementedError for a codec in a torch that is older than 2.13.
     """
 
     def __init__(
@@ -106,6 +107,11 @@ class CompressedStage(PipelineStage):
             (ValueError,),
         )
         check_same_on_every_rank(self._comm, [], [], given)
+        if any(codecs) and num_stages > 1 and not hasattr(PipelineStage, "_post_metadata_inference_cleanup"):
+            raise NotImplementedError(
+                f"packets between stages need torch 2.13, this is {torch.__version__}: pass activations=None and "
+                "gradients=None, or take another torch"
+            )
         self._codecs = dict(zip(given, codecs, strict=True))
         # What there is room for at the other end, by tensor.
         self._shapes: dict[str, list[torch.Size]] = {}
