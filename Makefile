@@ -43,7 +43,7 @@ $(READY): requirements.txt pyproject.toml
 	  { echo "thinwire needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Use: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	grep -vE '^($(if $(TORCH),torch|triton|setuptools,))==' requirements.txt > $(VENV)/requirements.txt
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r $(VENV)/requirements.txt $(addprefix torch==,$(TORCH))
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r $(VENV)/requirements.txt $(if $(TORCH),torch==$(TORCH) 'setuptools>=77')
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
