@@ -151,36 +151,26 @@ def _ddp(model: nn.Module) -> Step:
     return step
 
 
-def _onebit(stage: int, freeze_step: int = _FREEZE_STEP) -> Build:
+def _onebit(stage: int, freeze_step: int = _FREEZE_STEP, captures: bool = False) -> Build:
     def build(model: nn.Module) -> Step:
         model = model.to(torch.bfloat16)
         comm = communication.TorchCommunicator()
         optimizer = OneBitAdam(model.parameters(), lr=1e-4, freeze_step=freeze_step, stage=stage, comm=comm)
 
-        def step(batch: Tensor) -> Tensor:
-            optimizer.zero_grad()
+        def work(batch: Tensor) -> Tensor:
             loss: Tensor = model(batch, batch.roll(1, dims=1))
             loss.backward()
-            optimizer.step()
             return loss.detach()
 
-        return step
+        def step(batch: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = work(batch)
+            optimizer.step()
+            return loss
+
+        return CapturedStep(optimizer, work) if captures else step
 
     return build
-
-
-def _captured(model: nn.Module) -> Step:
-    model = model.to(torch.bfloat16)
-    optimizer = OneBitAdam(
-        model.parameters(), lr=1e-4, freeze_step=_FREEZE_STEP, comm=communication.TorchCommunicator()
-    )
-
-    def work(batch: Tensor) -> Tensor:
-        loss: Tensor = model(batch, batch.roll(1, dims=1))
-        loss.backward()
-        return loss.detach()
-
-    return CapturedStep(optimizer, work)
 
 
 def _engine(stage: int, batch_size: int) -> Build:
@@ -214,7 +204,7 @@ def _systems(batch_size: int, device: str) -> dict[str, Build]:
         **(engine if importlib.util.find_spec("pydantic") else {}),
         "1-bit Adam, warming up": _onebit(0, freeze_step=1 << 30),
         "1-bit Adam, frozen": _onebit(0),
-        **({"1-bit Adam, frozen, captured": _captured} if device == "cuda" else {}),
+        **({"1-bit Adam, frozen, captured": _onebit(0, captures=True)} if device == "cuda" else {}),
         "1-bit Adam, ZeRO-1, frozen": _onebit(1),
     }
 

@@ -57,7 +57,7 @@ def test_an_error_and_what_runs_at_exit(jobs: Jobs, tmp_path: Path) -> None:
     ):
         done = jobs.alone(write(tmp_path, *before, last), **more)
         assert (done.returncode, done.stdout) == (code, "a thread\nat exit\n" + "gone\n" * bool(more))
-        assert told in done.stderr  # modules may have more to say as they are taken apart
+        assert done.stderr.partition("nanobind: leaked")[0].endswith(told)  # Triton's, when it is taken apart
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
