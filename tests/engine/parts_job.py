@@ -1,6 +1,7 @@
 """``python -m tests.engine.parts_job TASK``: engines whose ranks hold parts of a model, against one process."""
 
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.refusing import refused
 from thinwire import comm, deepspeed, initialize
 from thinwire.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from thinwire.engine import ConfigError
+from thinwire.parallel import Pipeline
 
 PROGRAM = ("-m", "tests.engine.parts_job")
 CONFIG: dict[str, Any] = {
@@ -27,12 +29,21 @@ def parted(stages: int, cut: int, **config: Any) -> dict[str, Any]:
     return CONFIG | {"pipeline": {"stages": stages}, "tensor_parallel": {"autotp_size": cut}} | config
 
 
-def check(make: Callable[[], nn.Module], stages: int, cut: int, steps: int = 6, **config: Any) -> None:
+def check(make: Callable[[], Any], stages: int, cut: int, steps: int = 6, on: str = "cpu", **config: Any) -> None:
     """Losses and norms of every step, known on every rank, and of an evaluation. A gradient or a clipping that is wrong
-    shows in the norm of its own step and in the loss of the next; further steps add rounding."""
+    shows in the norm of its own step and in the loss of the next; further steps add rounding.
+
+    A model `on` "meta" gets its values from files."""
     world = comm.init()
+    with torch.device(on):
+        model = make()
+    if on == "meta":
+        config["initial_weights"] = world.all_gather_bytes(tempfile.mkdtemp().encode(), "share files")[0].decode()
+        if world.rank == 0:
+            make().save_pretrained(config["initial_weights"], max_shard_size="10KB")
+        world.barrier()
     engine, _optimizer, _, schedule = initialize(
-        model=make(),
+        model=model,
         config=parted(stages, cut, gradient_clipping=1.0, **config),
         lr_scheduler=lambda one: torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1.0),
     )
@@ -59,7 +70,7 @@ def check(make: Callable[[], nn.Module], stages: int, cut: int, steps: int = 6, 
 
 
 def two() -> None:
-    for task in (own_loader, half, groups, layers, refusals):
+    for task in (own_loader, half, groups, layers, unbuilt, refusals):
         task()
     for make in (bert, gpt2):
         check(make, 1, 2)
@@ -70,14 +81,14 @@ def two() -> None:
 
 def four() -> None:
     check(bert, 2, 1)
-    check(gpt2, 2, 1, 3, zero_optimization={"stage": 1})
-    check(gpt2, 1, 2)
+    check(gpt2, 2, 1, 3, "meta", zero_optimization={"stage": 1})
+    check(gpt2, 1, 2, on="meta")
     check(bert, 1, 2, 3, zero_optimization={"stage": 2})
 
 
 def eight() -> None:
     """GPT-2 at stage 1: `cube` of tests/parallel."""
-    check(bert, 2, 2, 4)
+    check(bert, 2, 2, 4, "meta")
 
 
 def rounded() -> None:
@@ -150,11 +161,14 @@ class Inner(nn.Linear):
         return given[0] + torch.tanh(super().forward(given[0])) * given[1].unsqueeze(-1), given[1]
 
 
-def layered(stages: int, **options: Any) -> PipelineModule:
+def specs() -> list[Any]:
     embedded = TiedLayerSpec("words", Embedded, 50, 16)
     head = TiedLayerSpec("words", Embedded, 50, 16, forward_fn=lambda module, given: given @ module.weight.T)
-    specs = [embedded, *[LayerSpec(Inner, 16, 16) for _ in range(4)], lambda given: given[0], head]
-    model = PipelineModule(specs, num_stages=stages, loss_fn=entropy, **options)
+    return [embedded, *[LayerSpec(Inner, 16, 16) for _ in range(4)], lambda given: given[0], head]
+
+
+def layered(stages: int, **options: Any) -> PipelineModule:
+    model = PipelineModule(specs(), num_stages=stages, loss_fn=entropy, **options)
     draws = torch.Generator().manual_seed(6)  # not the global one, which ranks on threads share
     with torch.no_grad():
         for one in model.parameters():
@@ -199,11 +213,38 @@ def layers() -> None:
     engine.train_batch()
 
 
+def unbuilt() -> None:
+    """On the meta device, layers begin as their specs build them; others' modules as they reset themselves."""
+    found = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = PipelineModule(specs(), num_stages=2, loss_fn=entropy, seed_layers=True)
+        kept = [*model.parameters()]
+        engine, *_ = initialize(model=model, config={**CONFIG, "pipeline": {}})
+        assert {*map(id, engine.module.parameters())} < {*map(id, kept)}
+        stream = pairs()
+        found.append([float(engine.train_batch(stream)) for _ in range(3)])
+        assert device == "cpu" or {one.device.type for one in kept} == {"cpu", "meta"}
+    assert found[0] == found[1]
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        plain = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    pipeline = Pipeline(plain, 2, loss_fn=nn.functional.mse_loss)
+    assert all(one.isfinite().all() for one in pipeline.parameters())
+    assert not torch.equal(torch.get_rng_state(), before), "the next model would begin alike"
+    with torch.device("meta"):
+        bare = nn.Sequential(*[Embedded(2, 2) for _ in range(2)])
+    told = r"'\d.weight' is on the meta device, and nothing says what it begins with"
+    refused(ValueError, told, Pipeline, bare, 2, loss_fn=nn.functional.mse_loss)
+
+
 def refusals() -> None:
     rank = comm.init().rank
     for told, model, config in (
         ("no plan of how to cut a Linear", nn.Linear(2, 2), parted(1, 2)),
         ("Linear cannot be split", nn.Linear(2, 2), parted(2, 1)),
+        ("this one has its values", gpt2(), parted(2, 1, initial_weights="nowhere")),
+        ("give the model its values before", gpt2(), CONFIG | {"initial_weights": "nowhere"}),
         ("has no loss of its own: give loss_fn", nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), parted(2, 1)),
         ("no stage can begin with 'h.1'", gpt2(), CONFIG | {"pipeline": {"stages": 2, "split": ["h.1"]}}),
         ("Unknown schedule", gpt2(), CONFIG | {"pipeline": {"stages": 2, "schedule": "2F2B"}}),

@@ -1,6 +1,6 @@
 """DeepSpeed's descriptions of a model in stages: layers one after the other, from which `initialize` makes a pipeline.
 
-Every rank builds all layers, and keeps its stage's.
+Every rank builds all layers, and keeps its stage's; inside `torch.device("meta")` it builds shapes, and then its stage.
 """
 
 from __future__ import annotations
@@ -113,11 +113,34 @@ class PipelineModule(nn.Sequential):
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers
         self._topology = topology
+        seed = seed_fn or set_random_seed
+        self._seed = (lambda number: seed(base_seed + number)) if seed_layers else None
+        self._specs: dict[str, LayerSpec] = {}
         tied: dict[str, nn.Module] = {}
         for number, layer in enumerate(layers):
-            if seed_layers:
-                (seed_fn or set_random_seed)(base_seed + number)
+            if self._seed is not None:
+                self._seed(number)
             self.add_module(str(number), _built(layer, tied))
+            if isinstance(layer, LayerSpec):
+                self._specs[str(number)] = layer
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Have the layers that are here begin as their specs build them, other modules as they reset themselves."""
+        begun: set[int] = set()  # what is tied begins as the first of its layers
+        for name, layer in self.named_children():
+            if name not in self._specs:
+                for module in layer.modules():
+                    getattr(module, "reset_parameters", bool)()
+                continue
+            if self._seed is not None:
+                self._seed(int(name))
+            built, own = self._specs[name].build(), layer.module if isinstance(layer, _Called) else layer
+            assert own is not None
+            for mine, begins in zip(_tensors(own), _tensors(built), strict=True):
+                if id(mine) not in begun:
+                    mine.copy_(begins)
+                begun.add(id(mine))
 
     def topology(self) -> ProcessTopology | None:
         """What it was given."""
@@ -153,6 +176,10 @@ class PipelineModule(nn.Sequential):
         if self.checkpointable_layers is not None:
             return all(type(layer).__name__ in self.checkpointable_layers for layer in layers)
         return any(True for layer in layers for _ in layer.parameters())
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def _run(layers: Sequence[nn.Module], *given: Any) -> Any:

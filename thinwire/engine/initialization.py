@@ -34,6 +34,7 @@ from thinwire.engine.recipe import GivenOptimizer, GivenSchedule, Recipe, check_
 from thinwire.engine.reports import JobReports
 from thinwire.sparse_attn import densify
 from thinwire.zero.fsdp import is_sharded
+from thinwire.zero.initial_values import values_device
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
@@ -59,14 +60,13 @@ class Given:
 def build_engine(
     kind: type[AnyEngine], given: Given, settings: EngineConfig, comm: Communicator
 ) -> tuple[AnyEngine, SynchronizedOptimizer | None, ResumableLoader | None, LRScheduler | None]:
-    """Return (an engine of class `kind`, optimizer, data loader, schedule). Collective.
-
-    Raises ValueError or TypeError, on every rank, for what cannot work.
-    """
+    """Return (an engine of class `kind`, optimizer, data loader, schedule). Collective; raises ValueError or TypeError,
+    on every rank, for what cannot work."""
     world, stage = _logged(comm, settings.comms_logger), settings.zero_optimization.stage
     if stage < 3:
         kind.prepared.gather(given.model)
-    whole, device = on_every_rank(world, lambda: check_model(given.model, stage), "train this model", BAD_INPUT)
+    check = partial(check_model, given.model, stage, settings.ranks_of_a_model)
+    whole, device = on_every_rank(world, check, "train this model", BAD_INPUT)
     agree_on_model(world, whole)
     recipe = on_every_rank(world, lambda: _asked_for(given, whole, settings), "build its optimizer", BAD_INPUT)
     _say_at_start(world, settings, given, 0 if recipe is None else recipe.passed_over)
@@ -80,7 +80,7 @@ def build_engine(
         parts = ModelPart(whole, world)
         if settings.ranks_of_a_model > 1:
             parts = part_of(whole, settings, world, device, given.loss_fn)
-            recipe = None if recipe is None else recipe.over(parts.moved)
+            recipe = recipe and recipe.over(parts.moved)
             precision.convert(parts.model, set() if recipe is None else recipe.trains())
             if recomputed is not None and parts.pipeline is not None:  # stages are copies of the model's modules
                 recomputed.restore()
@@ -172,8 +172,10 @@ def _prepare(
     held = set() if recipe is None or settings.ranks_of_a_model > 1 else recipe.trains()
     if settings.ranks_of_a_model == 1 or settings.tensor_parallel.autotp_size > 1:  # a DTensor stays as it is cut
         Precision.of(settings).convert(model, held)
+    if device.type == "meta":
+        return values_device(comm)
     if comm.backend == "nccl" and device.type == "cpu":
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = values_device(comm)
         model.to(device)
     others = [one for one in model.parameters() if not (id(one) in held or is_sharded(one))]
     broadcast_from_rank_0(comm, [*others, *model.buffers()])

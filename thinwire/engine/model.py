@@ -91,12 +91,13 @@ class Precision:
         return inputs
 
 
-def check_model(model: object, stage: int = 0) -> tuple[nn.Module, torch.device]:
+def check_model(model: object, stage: int = 0, parts: int = 1) -> tuple[nn.Module, torch.device]:
     """The model, and the one device that all of it is on.
 
-    `stage` 3 takes a model that it has sharded before. Raises TypeError for parameters that cannot be trained in their
-    dtype; ValueError for a model without any, one that is sharded otherwise, is on several devices or whose parameters
-    have no values yet.
+    `stage` 3 takes a model that it has sharded before, and several `parts` one on the meta device.
+
+    Raises TypeError for parameters that cannot be trained in their dtype; ValueError for a model without any, one that
+    is sharded otherwise, is on several devices or whose parameters have no values yet.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -117,8 +118,11 @@ def check_model(model: object, stage: int = 0) -> tuple[nn.Module, torch.device]
     if not places:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train")
     for device, name in places.items():
-        if device.type == "meta":
-            raise ValueError(f"parameter {name!r} is on the meta device: give the model its values first")
+        if device.type == "meta" and parts == 1:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device: give the model its values first, or have ranks hold parts "
+                'of it by "pipeline" or "tensor_parallel", whose values each makes or reads for itself'
+            )
     if len(places) > 1:
         where = " and ".join(f"{name!r} on {device}" for device, name in places.items())
         raise ValueError(f"the model is on several devices, {where}: move all of it to this rank's device")

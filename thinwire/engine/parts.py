@@ -18,10 +18,11 @@ from thinwire.comm.torch_backend import group_timeout
 from thinwire.engine.config import EngineConfig
 from thinwire.parallel import Pipeline, parallelize
 from thinwire.zero.fsdp import join_process_group
+from thinwire.zero.initial_values import InitialValues
 
 Loss = Callable[[Any, Any], Tensor]
 Span = Callable[[str], AbstractContextManager[Any]]
-_UNFIT = (ValueError, TypeError)
+_UNFIT = (ValueError, TypeError, OSError)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ def part_of(
     Raises ValueError, on every rank, for ranks that cannot, or a model that cannot be cut.
     """
     stages, cut = settings.pipeline.stages, max(1, settings.tensor_parallel.autotp_size)
+    weights = settings.initial_weights
+    if weights is not None and not any(one.is_meta for one in model.parameters()):
+        raise ValueError('"initial_weights" are for a model on the meta device, and this one has its values')
     instead = 'leave out "pipeline" and "tensor_parallel"'
     joined = join_process_group(comm, device, "a model that several ranks hold together", instead)
     sizes = (stages, joined.size // (stages * cut), cut)
@@ -73,11 +77,15 @@ def part_of(
                 loss_fn=loss_fn,
                 activations=section.activations,
                 gradients=section.gradients,
+                weights=weights,
             ),
             "split the model into stages",
             _UNFIT,
         )
         part = pipeline.modules
+    else:
+        initial = InitialValues.of(model, [joined])
+        on_every_rank(comm, lambda: initial.give(model, weights=weights), "give the model its values", _UNFIT)
     here = {id(one) for one in part.parameters()}
     after = dict(model.named_parameters(remove_duplicate=False))
     moved = {id(one): after[name] for name, one in whole.items() if id(after[name]) in here}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch.distributed.pipelining.schedules import (
 from thinwire.comm import Communicator, TorchCommunicator
 from thinwire.comm.agreement import on_every_rank
 from thinwire.parallel.compressed_stage import ActivationCodec, CompressedStage
-from thinwire.parallel.splitting import Split, StageModules, split_model
+from thinwire.parallel.splitting import HuggingFaceStage, Split, StageModules, split_model
+from thinwire.zero.initial_values import InitialValues
 from thinwire.zero.replica import Stages
 
 Loss = Callable[[Any, Any], Tensor]
@@ -36,7 +38,7 @@ class Pipeline:
         loss = pipeline.train_batch(batches, optimizer)
 
     model: a Hugging Face encoder or decoder with a loss of its own, or an nn.Sequential; the whole of it, on its
-        device, alike on every rank.
+        device, alike on every rank. Of one on the meta device each rank makes its own stages' values, and no others.
     micro_batches: of a global batch, all of one shape.
     mesh: with a dimension "pp" for the stages, if there are replicas of them "dp", and if torch has parallelised the
         model's modules, all in the same way, over "tp"; None: all ranks are stages.
@@ -45,6 +47,8 @@ class Pipeline:
         the forward of a Hugging Face model, or the names of the blocks that stages but the first begin with.
     loss_fn: of the outputs of an nn.Sequential and the batch's targets.
     activations, gradients: as `CompressedStage` takes them; tensors travel as they are unless told otherwise.
+    weights: a safetensors file, or a folder of them, with the values of a model on the meta device; None: they begin as
+        its modules begin, alike in replicas.
 
     `loss_scale`: what gradients are times, for fp16; losses that are returned are not.
 
@@ -63,6 +67,7 @@ class Pipeline:
         loss_fn: Loss | None = None,
         activations: ActivationCodec | None = None,
         gradients: ActivationCodec | None = None,
+        weights: str | Path | None = None,
     ) -> None:
         named = {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
         group = named["pp"] if mesh is not None else None
@@ -73,21 +78,26 @@ class Pipeline:
         self.micro_batches = micro_batches
         self._read_batch = _from_tuples if isinstance(model, nn.Sequential) else _from_mappings
         self._loss_fn: Loss = loss_fn or _loss_of_model
-        device = next(model.parameters()).device
+        others = (TorchCommunicator(named[name]) for name in named if name != "pp")
+        initial = InitialValues.of(model, [self.comm, *others])
 
         def prepare() -> tuple[Any, list[list[int]], list[nn.Module]]:
             if isinstance(model, nn.Sequential) and loss_fn is None:
                 raise ValueError("an nn.Sequential has no loss of its own: give loss_fn")
             kind = get_schedule_class(schedule)
             places = _places(kind, self.comm.size)
-            return kind, places, split_model(model, sum(map(len, places)), split)
+            parts = split_model(model, sum(map(len, places)), split)
+            for number in places[self.comm.rank]:
+                part = parts[number]
+                initial.give(part.model if isinstance(part, HuggingFaceStage) else part, number, weights)
+            return kind, places, parts
 
-        kind, places, parts = on_every_rank(self.comm, prepare, "split the model into stages", (ValueError,))
+        kind, places, parts = on_every_rank(self.comm, prepare, "split the model into stages", (ValueError, OSError))
         mine = places[self.comm.rank]
         self.modules = StageModules({str(number): parts[number] for number in mine}, model)
         self._ties = self._tie([[parts[number] for number in of_rank] for of_rank in places])
         options: dict[str, Any] = {"group": group, "activations": activations, "gradients": gradients}
-        stages = [CompressedStage(parts[number], number, len(parts), device, **options) for number in mine]
+        stages = [CompressedStage(parts[number], number, len(parts), initial.device, **options) for number in mine]
         self._first, self._last = 0 in mine, len(parts) - 1 in mine
         self._last_rank = next(rank for rank, of_rank in enumerate(places) if len(parts) - 1 in of_rank)
         # A gradient that two stages of a rank share must be scaled once: the loss is, instead.

@@ -92,6 +92,8 @@ def split_model(model: nn.Module, stages: int, split: Split) -> list[nn.Module]:
     A Hugging Face model is cut between its blocks, an nn.Sequential between its modules, into stages whose largest has
     as few parameters, or operations (`time`), as can be, or where `split` names what stages but the first begin with.
 
+    Stages of a model with values are run once, and must do what it does.
+
     Raises ValueError for what cannot be split.
     """
     path = _blocks(model)
@@ -126,7 +128,7 @@ def split_model(model: nn.Module, stages: int, split: Split) -> list[nn.Module]:
     for number, part in enumerate(parts):
         if not any(True for _ in part.parameters()):
             raise ValueError(f"stage {number} of {stages} has no parameters: give it other blocks by split=[names]")
-    if not isinstance(model, nn.Sequential):
+    if not isinstance(model, nn.Sequential) and not any(one.is_meta for one in model.parameters()):
         _check(model, parts)
     return parts
 

@@ -298,6 +298,7 @@ class EngineConfig(Section):
     gradient_predivide_factor: float = Field(default=1.0, gt=0)
     gradient_allreduce_op: Annotated[Literal["mean", "avg", "sum"], BeforeValidator(_lower)] = "mean"
     gradient_clipping: float = Field(default=0.0, ge=0)
+    initial_weights: str | None = None
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     activation_checkpointing: ActivationCheckpointingConfig = Field(default_factory=ActivationCheckpointingConfig)

@@ -211,6 +211,7 @@ def check_combinations(config: EngineConfig) -> list[str]:
         *_sparse_attention(config),
         *_layer_drop(config),
         *(_parallelism(config) if config.pipeline.stages > 1 or config.tensor_parallel.autotp_size > 1 else ()),
+        *_weights(config),
         *_operations(config),
     ]
 
@@ -332,6 +333,14 @@ def _layer_drop(config: EngineConfig) -> Iterator[str]:
         yield (
             '"progressive_layer_drop" does not go with "zero_optimization.stage" 3, which expects every layer to run: '
             "use stage 0, 1 or 2"
+        )
+
+
+def _weights(config: EngineConfig) -> Iterator[str]:
+    if config.initial_weights is not None and config.ranks_of_a_model == 1:
+        yield (
+            '"initial_weights" are read by ranks that hold parts of a model, as "pipeline" and "tensor_parallel" make '
+            "them: give the model its values before initialize, as from_pretrained does"
         )
 
 
