@@ -93,35 +93,6 @@ def test_no_kernel_spills(compiler: Compiler, architecture: int) -> None:
         )
 
 
-LOOP = Program(
-    [
-        "MOV R0, 0x4",
-        "@P0 BRA `(.rare)",
-        "LDG.E R2, desc[UR4][R2.64]",  # 2: the loop
-        "IADD3 R0, R0, -0x1, RZ",
-        "@P1 BRA `(.loop)",
-        "STG.E.128 desc[UR4][R2.64], R4",
-        "EXIT",
-        "STG.E.U16 desc[UR4][R2.64], R4",  # 7: rare
-        "@P2 EXIT",
-        "BRA `(.loop)",
-    ],
-    {".loop": 2, ".rare": 7},
-)
-
-
-@pytest.mark.parametrize(
-    ("stored", "loads", "issued"), [(16, 1, 7), (16, 4, 7 + 3 * 3), (18, 1, 10), (2, 0, 4), (0, 0, 4)]
-)
-def test_the_shortest_way_is_counted(stored: int, loads: int, issued: int) -> None:
-    assert LOOP.fewest_issued(stored, loads) == issued
-
-
-def test_what_no_way_stores_is_refused() -> None:
-    with pytest.raises(ValueError, match="stores 100 bytes"):
-        LOOP.fewest_issued(100, 0)
-
-
 def results(main: Callable[[Sequence[str]], int], tmp_path: Path, arguments: str) -> dict[str, Any]:
     """What a benchmark writes, into a folder that it makes."""
     output = tmp_path / "new" / "numbers.json"
@@ -213,24 +184,6 @@ def test_every_copy_copies_and_every_fill_fills() -> None:
         assert torch.equal(target, wanted)
 
 
-def test_a_line_for_each_kernel_and_case_and_a_cell_for_each_gpu() -> None:
-    pytest.importorskip("triton")
-    from experiments.benchmarks.triton_resources import table
-
-    where = {"dtype": "bfloat16", "case": "width 64, masks: BERT", "spills": 0}
-    rows = [
-        {**where, "capability": 90, "kernel": "forward", "registers": 221, "shared": 41984},
-        {**where, "capability": 80, "kernel": "forward", "registers": 140, "shared": 16512},
-        {**where, "capability": 80, "kernel": "keys", "registers": 249, "shared": 20608, "spills": 2},
-    ]
-    assert table(rows).splitlines() == [
-        "| kernel | dtype | case | sm_80 | sm_90 |",
-        "| --- | --- | --- | --- | --- |",
-        "| forward | bfloat16 | width 64, masks: BERT | 140 / 0 / 16 | 221 / 0 / 41 |",
-        "| keys | bfloat16 | width 64, masks: BERT | 249 / 2 / 20 |  |",
-    ]
-
-
 def test_ratios() -> None:
     times = {"thinwire": 2.0, "FlexAttention, compiled": 3.0, "dense, flash": 20.0}
     results = [Result(name, "forward", 4096, 128, 64, 0.25, time) for name, time in times.items()]
@@ -272,7 +225,7 @@ def test_ratios_pair_rounds() -> None:
 
 @pytest.mark.launch
 def test_the_engine_writes_numbers_and_picture(tmp_path: Path, jobs: Jobs) -> None:
-    sizes = ["--model", "tiny", "--batch-size", "2", "--rounds", "1", "--memory-ranks", "2"]
+    sizes = ["--model", "tiny", "--batch-size", "2", "--rounds", "1", "--memory-ranks", "1"]
     ended = jobs.alone("-m", "experiments.benchmarks.engine", *sizes, "--output", str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     found = written(tmp_path, "bench_engine")

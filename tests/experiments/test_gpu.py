@@ -60,6 +60,7 @@ def test_hidden_is_what_runs_beside_something_else() -> None:
 
 def test_training_is_tried_out_without_a_gpu(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(training, "_VOCABULARY", 100)
+    monkeypatch.setattr(training, "_LENGTH", 16)
     output = tmp_path / "out.json"
     small = ["--model", "tiny", "--batch-size", "1", "--steps", "1", "--device", "cpu"]
     assert training.main([*small, "--output", str(output)]) == 0

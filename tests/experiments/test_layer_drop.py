@@ -73,11 +73,6 @@ def test_the_formula_is_averaged_over_the_steps() -> None:
     )
 
 
-@pytest.mark.parametrize(("loss", "seconds"), [(6.0, 0.0), (4.0, 10.0), (3.5, 15.0), (2.0, 30.0), (1.9, None)])
-def test_a_loss_is_reached_on_the_line_between_points(loss: float, seconds: float | None) -> None:
-    assert Curve([0, 1, 2, 3], [0.0, 10.0, 20.0, 30.0], [5.0, 4.0, 3.0, 2.0]).seconds_to(loss) == seconds
-
-
 def test_gates_keep_as_often_as_the_formula_says() -> None:
     rates = measure_keep_rates(12, 0.5, 3000)
     assert rates.formula == pytest.approx([1 - layer / 24 for layer in range(1, 13)])

@@ -111,13 +111,6 @@ def settings(folder: Path, file: Any = None, given: str = "") -> PretrainSetting
     return parse(arguments)
 
 
-def test_defaults_train_both_optimizers_and_freeze_after_a_fifth(tmp_path: Path) -> None:
-    found = settings(tmp_path)
-    assert found.engine.optimizers == ("adamw", "onebit-adam")
-    assert found.plan.freeze_step == found.plan.steps // 5
-    assert (found.zero, found.ranks, found.corpus) == (1, None, None)
-
-
 def test_without_a_file_options_make_the_configuration(tmp_path: Path) -> None:
     found = settings(tmp_path, given="--zero 2 --lr 0.5 --batch-size 3 --steps 50 --seed 4")
     plan = found.plan
@@ -147,13 +140,6 @@ def test_the_file_decides_what_options_leave_open(tmp_path: Path) -> None:
     assert (loaded.train_batch_size, loaded.train_micro_batch_size_per_gpu) == (24, 8)
     assert loaded.bf16.enabled
     assert found.describe(24)["config"] == file
-
-
-def test_auto_leaves_it_to_the_options(tmp_path: Path) -> None:
-    file = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "train_micro_batch_size_per_gpu": "auto"}
-    found = settings(tmp_path, file, "--lr 0.5 --batch-size 7")
-    assert found.plan.learning_rate == 0.5
-    assert load(found.engine.config("adamw"), 2).train_batch_size == 14
 
 
 def test_a_scheduler_in_the_file_takes_the_rates_over(tmp_path: Path) -> None:
@@ -193,9 +179,3 @@ def test_the_example_can_be_used(tmp_path: Path) -> None:
 def test_contradictions_and_bad_files_are_refused(tmp_path: Path, file: Any, given: str, complaint: str) -> None:
     with pytest.raises(InputError, match=complaint):
         settings(tmp_path, file, given)
-
-
-def test_batch_sizes_that_do_not_multiply_out_are_refused(tmp_path: Path) -> None:
-    found = settings(tmp_path, {"train_batch_size": 7})
-    with pytest.raises(InputError, match="train_batch_size 7"):
-        load(found.engine.config("adamw"), 2)

@@ -32,6 +32,7 @@ from experiments.long_sequences.systems import (
 )
 from experiments.long_sequences.timing import Times
 from experiments.tasks.attention_peers import materialised_attention
+from experiments.tasks.next_character import CharacterModelSize
 from experiments.text_classification import findings as of_classes
 from experiments.text_classification.learning import Outcome
 from experiments.training import sweep
@@ -67,7 +68,11 @@ def test_tuning_compares_learning_rates(tmp_path: Path) -> None:
     assert not (tmp_path / "convergence.png").exists()
 
 
-def test_lion_writes_numbers_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lion_writes_numbers_and_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "_MOST_BEYOND", 0)
+    monkeypatch.setattr(lion, "_SIZE", CharacterModelSize(layers=2, width=48, heads=3, length=12))
     corpus = write_text(tmp_path / "shopping.txt", 500)
     methods = ["--methods", "adamw", "lion", "onebit-adam"]
     short = ["--steps", "3", "--seeds", "2", "--validation-windows", "8"]

@@ -20,10 +20,8 @@ from experiments.tasks.batches import MaskedBatches, pack
 from experiments.tasks.corpus import load
 from experiments.tasks.digits import DigitsTask
 from experiments.tasks.masking import IGNORED, mask_tokens
-from experiments.tasks.models import build_pre_ln_bert
 from experiments.tasks.next_character import CharacterModelSize, NextCharacterTask
 from experiments.tasks.passages import Passages, share_passages
-from experiments.tasks.sizes import BertSize
 from experiments.tasks.tokenizer import CLS, MASK, SEP, SPECIAL_TOKENS, train_tokenizer
 from thinwire.comm import threads
 from thinwire.sparse_attn import BigBird, Fixed, reference_attention
@@ -102,21 +100,6 @@ def test_packing_keeps_the_order_and_frames_each_sequence() -> None:
     assert np.array_equal(sequences[:, 1:-1].ravel(), run[:24])
 
 
-def test_a_batch_depends_on_seed_step_and_rank_only() -> None:
-    sequences = pack(tokens(1, 5000).ravel().astype(np.int32), 12)
-    batches, again = MaskedBatches(sequences, VOCABULARY), MaskedBatches(sequences, VOCABULARY)
-    first = batches.training(seed=3, step=7, rank=1, ranks=2, size=5)
-    batches.training(seed=3, step=8, rank=1, ranks=2, size=5)
-    repeated = again.training(seed=3, step=7, rank=1, ranks=2, size=5)
-    assert all(torch.equal(a, b) for a, b in zip(first, repeated, strict=True))
-    for other in (
-        {"seed": 4, "step": 7, "rank": 1},
-        {"seed": 3, "step": 8, "rank": 1},
-        {"seed": 3, "step": 7, "rank": 0},
-    ):
-        assert not bool((batches.training(**other, ranks=2, size=5)[0] == first[0]).all())
-
-
 def test_a_pass_over_the_corpus_meets_every_sequence_once() -> None:
     count, ranks, size = 24, 3, 2
     sequences = np.full((count, 6), SEP, dtype=np.int32)
@@ -177,15 +160,6 @@ def task() -> NextCharacterTask:
     )
 
 
-def test_frequent_characters_have_numbers_as_many_as_bytes_and_rare_ones_share_one() -> None:
-    text = next_character.encode("b" * 6000 + "a" * 5999 + "é" * 2 + "z", "abéz")
-    assert text.kinds == 4
-    assert text.validation.tolist() == [2, 1, 3, 0]
-    assert (text.training[:6000] == 1).all()
-    text = next_character.encode("".join(map(chr, range(0x4E00, 0x4E00 + 400))), "")
-    assert (text.kinds, text.training.max()) == (256, 255)
-
-
 def test_no_place_sees_what_comes_after_it(task: NextCharacterTask) -> None:
     model = task.build_model(3)
     inputs = torch.randint(0, task.kinds, (2, SIZE.length), generator=torch.Generator().manual_seed(1))
@@ -207,32 +181,6 @@ def test_ranks_share_the_held_out_windows(task: NextCharacterTask) -> None:
     assert count == 10 * SIZE.length
     assert total / count == pytest.approx(math.log(task.kinds), rel=0.2)
     assert total == pytest.approx(whole, rel=1e-5)
-
-
-BERT = BertSize(layers=3, width=32, heads=2)
-WORDS, PLACES = 61, 13
-
-
-def batch(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randint(5, WORDS, (sequences, PLACES), generator=generator)
-    labels = torch.where(torch.rand(inputs.shape, generator=generator) < 0.3, inputs, IGNORED)
-    labels[:, 0] = inputs[:, 0]
-    return inputs, labels
-
-
-def test_the_pre_ln_bert_sums_its_own_cross_entropy_over_the_chosen_tokens() -> None:
-    model = build_pre_ln_bert(BERT, WORDS, PLACES, 0.0, 2).eval()
-    inputs, labels = batch(4, 3)
-    total, _ = model(inputs, labels)
-    hidden = model.roberta_prelayernorm(input_ids=inputs).last_hidden_state
-    chances = model.lm_head(hidden).double().log_softmax(-1)
-    reference = -sum(
-        chances[row, place, labels[row, place]].item() for row, place in (labels != IGNORED).nonzero().tolist()
-    )
-    assert total.item() == pytest.approx(reference, rel=1e-5)
-    total.backward()
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
 @pytest.mark.parametrize("layout", [BigBird(2, block=16), Fixed(2, block=16), BigBird(1, 16, num_global_blocks=2)])
