@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from tests.engine.tiny import BF16, Tiny, batch, loss_of, make_engine, settings, train, train_same_data
+from tests.engine.tiny import BF16, Tiny, batch, loss_of, make_engine, make_model, settings, train, train_same_data
+from tests.refusing import refused
 from thinwire import comm as communication
 from thinwire import initialize
 from thinwire.comm import Communicator, threads
@@ -23,6 +24,7 @@ from thinwire.engine import CallError, Engine, NonFiniteError, optimizers
 PROGRAM = ("-m", "tests.engine.test_stage3")
 PARTS = (
     "losses_are_those_of_stage_0",
+    "without_values",
     "layers_are_sharded_apart",
     "one_model_of_two_engines",
     "sixteen_bits",
@@ -85,6 +87,30 @@ def one_model_of_two_engines(comm: Communicator, folder: Path) -> None:
         first.backward(loss)
         with pytest.raises(RuntimeError, match="another optimizer of thinwire was built over parameters"):
             first.step()
+
+
+def without_values(comm: Communicator, folder: Path) -> None:
+    """A model on the meta device gets them layer by layer, from files or as its modules begin."""
+    path = folder / "begin.safetensors"
+    if comm.rank == 0:
+        save_model(make_model(), str(path))
+    comm.barrier()
+    for precision in ({}, BF16):
+        expected = make_engine(comm, settings(3, **precision))
+        with torch.device("meta"):
+            model: nn.Module = Tiny()
+        config = settings(3, initial_weights=str(path), **precision)
+        found = initialize(model=model, comm=comm, config=config)[0]
+        assert train(found, range(3)) == train(expected, range(3))
+    with torch.device("meta"):
+        bare, model = Tiny(), nn.Bilinear(2, 3, 4)
+    told = "'frozen' is on the meta device, and nothing says"
+    refused(ValueError, told, initialize, model=bare, comm=comm, config=settings(3))
+    engine = initialize(model=model, comm=comm, config=settings(3))[0]
+    engine.backward(engine(torch.ones(5, 2), torch.ones(5, 3)).square().mean())
+    engine.step()
+    whole = [one.full_tensor() for one in model.parameters()]  # type: ignore[operator]
+    assert all(one.isfinite().all() and one.std() > 0 for one in whole)
 
 
 def layers_are_sharded_apart(comm: Communicator, folder: Path) -> None:

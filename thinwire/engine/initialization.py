@@ -65,7 +65,7 @@ def build_engine(
     world, stage = _logged(comm, settings.comms_logger), settings.zero_optimization.stage
     if stage < 3:
         kind.prepared.gather(given.model)
-    check = partial(check_model, given.model, stage, settings.ranks_of_a_model)
+    check = partial(check_model, given.model, stage, settings.ranks_of_a_model, settings.initial_weights)
     whole, device = on_every_rank(world, check, "train this model", BAD_INPUT)
     agree_on_model(world, whole)
     recipe = on_every_rank(world, lambda: _asked_for(given, whole, settings), "build its optimizer", BAD_INPUT)

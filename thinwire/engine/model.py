@@ -91,10 +91,12 @@ class Precision:
         return inputs
 
 
-def check_model(model: object, stage: int = 0, parts: int = 1) -> tuple[nn.Module, torch.device]:
+def check_model(
+    model: object, stage: int = 0, parts: int = 1, weights: str | None = None
+) -> tuple[nn.Module, torch.device]:
     """The model, and the one device that all of it is on.
 
-    `stage` 3 takes a model that it has sharded before, and several `parts` one on the meta device.
+    `stage` 3 takes a model that it has sharded before, and it or several `parts` one on the meta device.
 
     Raises TypeError for parameters that cannot be trained in their dtype; ValueError for a model without any, one that
     is sharded otherwise, is on several devices or whose parameters have no values yet.
@@ -118,11 +120,15 @@ def check_model(model: object, stage: int = 0, parts: int = 1) -> tuple[nn.Modul
     if not places:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to train")
     for device, name in places.items():
-        if device.type == "meta" and parts == 1:
+        if device.type == "meta" and parts == 1 and stage < 3:
             raise ValueError(
-                f"parameter {name!r} is on the meta device: give the model its values first, or have ranks hold parts "
-                'of it by "pipeline" or "tensor_parallel", whose values each makes or reads for itself'
+                f"parameter {name!r} is on the meta device: give the model its values first, or have each rank make or "
+                'read those of its own part, at "zero_optimization.stage" 3 or by "pipeline" or "tensor_parallel"'
             )
+    if weights is not None and "meta" not in {device.type for device in places}:
+        raise ValueError(
+            f'"initial_weights" {weights!r} are for a model on the meta device, and this one has its values'
+        )
     if len(places) > 1:
         where = " and ".join(f"{name!r} on {device}" for device, name in places.items())
         raise ValueError(f"the model is on several devices, {where}: move all of it to this rank's device")

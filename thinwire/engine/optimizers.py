@@ -8,6 +8,7 @@ import sys
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from thinwire.zero import ShardedOptimizer
 from thinwire.zero import fsdp as stage3
 from thinwire.zero.fsdp_optimizer import FullyShardedOptimizer
 from thinwire.zero.home import NOT_STEPPED
+from thinwire.zero.initial_values import InitialValues
 from thinwire.zero.optimizer import OptimizerClass
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging
 from thinwire.zero.rank_checks import broadcast_from_rank_0
@@ -139,9 +141,13 @@ class OptimizerBuilder:
 
     def _shard(self, dtype: torch.dtype, averaging: Averaging, joined: Communicator) -> Traffic:
         offload = self.config.zero_optimization.offload_param
-        options = {"offload": offload.device == "cpu", "pin": offload.pin_memory}
+        options: dict[str, Any] = {"offload": offload.device == "cpu", "pin": offload.pin_memory}
         before: dict[str, weakref.ref[Tensor]] = {name: weakref.ref(one) for name, one in self.model.named_parameters()}
         again = stage3.is_sharded_here(self.model)
+        if any(one.is_meta for one in self.model.parameters()) and not again:
+            device = torch.device("cpu") if options["offload"] else self.device
+            initial = InitialValues.of(self.model, [joined], device)
+            options["begin"] = partial(initial.give, weights=self.config.initial_weights, same=False)
         traffic = stage3.shard_model(self.model, dtype, self.device, averaging, self.prepared, **options)
         if not again:
             self.prepared.describe(self.model, joined, before)
@@ -170,7 +176,7 @@ class OptimizerBuilder:
         model, comm, prepared, zero = self.model, self.comm, self.prepared, self.config.zero_optimization
         groups = groups_of(recipe.parameters)
         held = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
-        whole = [one for one in held if not (prepared.is_placeholder(one) or stage3.is_sharded(one))]
+        whole = [one for one in held if not (prepared.is_placeholder(one) or stage3.is_sharded(one) or one.is_meta)]
         broadcast_from_rank_0(comm, whole)
         averaging = self._averaging(comm)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,9 +50,6 @@ def part_of(
     Raises ValueError, on every rank, for ranks that cannot, or a model that cannot be cut.
     """
     stages, cut = settings.pipeline.stages, max(1, settings.tensor_parallel.autotp_size)
-    weights = settings.initial_weights
-    if weights is not None and not any(one.is_meta for one in model.parameters()):
-        raise ValueError('"initial_weights" are for a model on the meta device, and this one has its values')
     instead = 'leave out "pipeline" and "tensor_parallel"'
     joined = join_process_group(comm, device, "a model that several ranks hold together", instead)
     sizes = (stages, joined.size // (stages * cut), cut)
@@ -77,15 +75,15 @@ def part_of(
                 loss_fn=loss_fn,
                 activations=section.activations,
                 gradients=section.gradients,
-                weights=weights,
+                weights=settings.initial_weights,
             ),
             "split the model into stages",
             _UNFIT,
         )
         part = pipeline.modules
     else:
-        initial = InitialValues.of(model, [joined])
-        on_every_rank(comm, lambda: initial.give(model, weights=weights), "give the model its values", _UNFIT)
+        give = partial(InitialValues.of(model, [joined]).give, model, weights=settings.initial_weights)
+        on_every_rank(comm, give, "give the model its values", _UNFIT)
     here = {id(one) for one in part.parameters()}
     after = dict(model.named_parameters(remove_duplicate=False))
     moved = {id(one): after[name] for name, one in whole.items() if id(after[name]) in here}

@@ -204,6 +204,7 @@ def shard_model(
     *,
     offload: bool,
     pin: bool,
+    begin: Callable[[nn.Module, int], None] | None = None,
 ) -> Traffic:
     """Replace every parameter by this rank's shard of it, in place: fp32, gathered in `dtype` when it is used.
 
@@ -211,7 +212,8 @@ def shard_model(
     model as one. Nothing inside of a unit is a layer. Gradients are averaged over the ranks as soon as a layer's are
     complete, and add up in fp32; they travel in fp32 unless `averaging` says otherwise. Every rank must use the same
     parameters in a backward. `offload` keeps the shards in CPU memory, page-locked with `pin`. Placeholders get their
-    values here, one parameter at a time. Returns what counts the bytes sent.
+    values here, one parameter at a time, and so does a model on the meta device, of which `begin` gives values to layer
+    after layer, by number, and at last to the rest. Returns what counts the bytes sent.
 
     A model that was sharded so before is left as it is. Raises ValueError for one that was sharded otherwise.
     """
@@ -245,11 +247,20 @@ def shard_model(
     offloading = CPUOffloadPolicy(pin_memory=pin) if offload and device.type != "cpu" else OffloadPolicy()
     for module in [*layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offloading, ignored_params=empty)
+    if begin is not None:
+        _begin(model, layers, begin)
     if readers:
         _read_in(model, readers, torch.device("cpu") if offload else device)
     traffic = count_traffic(model, averaging.divide_first)
     _sharded[model] = asked, traffic
     return traffic
+
+
+def _begin(model: nn.Module, layers: Sequence[nn.Module], begin: Callable[[nn.Module, int], None]) -> None:
+    """Give a sharded model without values its own, layer by layer."""
+    for number, module in enumerate([*layers, model]):
+        begin(module, number)
+    model._apply(lambda one: one)  # type: ignore[no-untyped-call]  # FSDP2 then takes its shards from parameters
 
 
 def _read_in(model: nn.Module, readers: Mapping[str, Callable[[Tensor], Tensor]], device: torch.device) -> None:

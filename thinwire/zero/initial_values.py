@@ -4,7 +4,7 @@ modules begin with."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -59,33 +59,31 @@ class WeightFiles:
 class InitialValues:
     """Those of a model that is the same on all ranks, and may be on the meta device, without values.
 
-    `device`: where they are to be. `seed`: of random numbers, common to all ranks. `names`: by the ids of parameters.
+    `device`: where they are to be. `seed`: of random numbers, common to all ranks.
     """
 
+    model: nn.Module
     device: torch.device
     seed: int
-    names: Mapping[int, Sequence[str]]
 
     @classmethod
-    def of(cls, model: nn.Module, comms: Iterable[Communicator]) -> InitialValues:
-        """Of a model whose ranks `comms` connect, one dimension of their mesh after the other. Collective."""
-        device, seed = next(model.parameters()).device, torch.randint(1 << 60, ())
+    def of(cls, model: nn.Module, comms: Iterable[Communicator], device: torch.device | None = None) -> InitialValues:
+        """Of a model whose ranks `comms` connect, one dimension of their mesh after the other; on `device`, or where it
+        is, or should be. Collective."""
+        device, seed = device or next(model.parameters()).device, torch.randint(1 << 60, ())
         for comm in comms:
             comm.broadcast(seed, root=0)
             if device.type == "meta":
                 device = values_device(comm)
-        names: dict[int, list[str]] = {}
-        for name, one in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(one), []).append(name)
-        return cls(device, int(seed), names)
+        return cls(model, device, int(seed))
 
     @torch.no_grad()
-    def give(self, part: nn.Module, number: int = 0, weights: str | Path | None = None) -> None:
-        """Give what of a part of the model is on the meta device its values; parameters stay the same objects.
+    def give(self, part: nn.Module, number: int = 0, weights: str | Path | None = None, *, same: bool = True) -> None:
+        """Give what of a part of the model is on the meta device its values; if `same`, parameters stay as objects.
 
-        They begin as its own `initialize_weights` (Transformers') makes them, or the `reset_parameters` of its modules,
-        from random numbers that its `number` determines; then come those that `weights` has, a safetensors file or a
-        folder of them. DTensors keep their rank's part.
+        They begin as `initialize_weights` makes them, Transformers', of the part or for each of its modules the model,
+        or the `reset_parameters` of its modules, from random numbers that its `number` determines; then come those that
+        `weights` has, a safetensors file or a folder of them. DTensors keep their rank's part.
 
         Raises ValueError for what is left without values, OSError where files cannot be read.
         """
@@ -100,14 +98,17 @@ class InitialValues:
         if not without:
             return
         files = None if weights is None else WeightFiles(weights)
-        names = {id(one): [name] for name, one in part.named_buffers()} | {**self.names}
+        names: dict[int, list[str]] = {}
+        buffers = {id(one): name for inside in (part, self.model) for name, one in inside.named_buffers()}
+        for name, one in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(one), []).append(name)
         given = {key: _empty(one, self.device) for key, one in without.items()}
         _put(places, given)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.device:
             torch.manual_seed(self.seed + number)
-            _initialize(part, {id(one) for one in given.values()})
+            _initialize(part, self.model, {id(one) for one in given.values()})
         for key, one in given.items():
-            called = names.get(key, [places[key][0][1]])
+            called = names.get(key) or [buffers[key]]
             if files is not None and (read := files.read(called, one.shape)) is not None:
                 one.copy_(read)
             elif _is_empty(one):
@@ -117,8 +118,10 @@ class InitialValues:
                 )
         for key, meta in without.items():
             if isinstance(meta, nn.Parameter):
-                _put({key: places[key]}, {key: meta})
-                _become(meta, given[key])
+                values = _own_part(meta, given[key])
+                if same:
+                    torch.utils.swap_tensors(meta, values)  # type: ignore[no-untyped-call]
+                _put({key: places[key]}, {key: meta if same else values})
 
 
 def values_device(comm: Communicator) -> torch.device:
@@ -146,15 +149,15 @@ def _is_empty(tensor: Tensor) -> bool:
     return bool(nothing.any())
 
 
-def _initialize(part: nn.Module, empty: set[int]) -> None:
-    whole: Any = part
+def _initialize(part: Any, model: Any, empty: set[int]) -> None:
     if hasattr(part, "initialize_weights"):
-        whole.initialize_weights()
-        return
-    module: Any
-    for module in part.modules():
-        if any(id(one) in empty for one in _own(module)) and hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        part.initialize_weights()
+    elif hasattr(model, "_initialize_weights"):  # which marks what it has seen
+        part.apply(model._initialize_weights)
+    else:
+        for module in part.modules():
+            if any(id(one) in empty for one in _own(module)) and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
 
 
 def _own(module: nn.Module) -> Iterator[Tensor]:
@@ -162,11 +165,11 @@ def _own(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers(recurse=False)
 
 
-def _become(meta: nn.Parameter, values: Tensor) -> None:
-    """Have a parameter hold values, its part of them if it is a DTensor; hooks stay."""
+def _own_part(meta: nn.Parameter, values: Tensor) -> Tensor:
+    """Of a parameter's values, this rank's if it is a DTensor, as a parameter with its hooks."""
     if isinstance(meta, DTensor):
         part = distribute_tensor(values.detach(), meta.device_mesh, meta.placements, src_data_rank=None)
         values = nn.Parameter(part, meta.requires_grad)
     for hook in (meta._backward_hooks or {}).values():
         values.register_hook(hook)  # type: ignore[no-untyped-call]
-    torch.utils.swap_tensors(meta, values)  # type: ignore[no-untyped-call]
+    return values

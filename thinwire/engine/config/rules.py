@@ -337,10 +337,10 @@ def _layer_drop(config: EngineConfig) -> Iterator[str]:
 
 
 def _weights(config: EngineConfig) -> Iterator[str]:
-    if config.initial_weights is not None and config.ranks_of_a_model == 1:
+    if config.initial_weights is not None and config.ranks_of_a_model == 1 and config.zero_optimization.stage < 3:
         yield (
-            '"initial_weights" are read by ranks that hold parts of a model, as "pipeline" and "tensor_parallel" make '
-            "them: give the model its values before initialize, as from_pretrained does"
+            '"initial_weights" are read by ranks that hold parts of a model, at "zero_optimization.stage" 3 or by '
+            '"pipeline" and "tensor_parallel": give the model its values before initialize, as from_pretrained does'
         )
 
 
