@@ -11,10 +11,12 @@ __all__ = [
     "CompressionState",
     "Exchange",
     "Flags",
+    "FsdpHooks",
     "Header",
     "Outcome",
     "PacketError",
     "ddp_hook",
+    "fsdp_hooks",
     "make_codec",
 ]
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from thinwire.compress.codecs import Codec, make_codec
     from thinwire.compress.data_parallel_hook import CompressionState, ddp_hook
     from thinwire.compress.exchange import Exchange
+    from thinwire.compress.fully_sharded import FsdpHooks, fsdp_hooks
     from thinwire.compress.packet import Flags, Header, Outcome, PacketError
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

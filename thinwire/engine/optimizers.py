@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from thinwire import comm as communication
-from thinwire.comm import Communicator, LoggedCommunicator, Traffic
+from thinwire.comm import Communicator, LoggedCommunicator
 from thinwire.comm.agreement import on_every_rank
 from thinwire.comm.elastic import Elastic
 from thinwire.comm.launchers import detect
+from thinwire.compress import FsdpHooks
 from thinwire.engine.config import EngineConfig
 from thinwire.engine.config.models import ZeroConfig
 from thinwire.engine.model import Precision
@@ -125,7 +126,7 @@ class OptimizerBuilder:
             optimizer.gather_during_forward(self.model)
         return optimizer
 
-    def shard_for_evaluation(self) -> Traffic | None:
+    def shard_for_evaluation(self) -> FsdpHooks | None:
         """At stage 3, shard a model that no optimizer trains; what counts the bytes that it sends."""
         if self.config.zero_optimization.stage < 3:
             return None
@@ -139,7 +140,7 @@ class OptimizerBuilder:
         joined = stage3.join_process_group(self.comm, self.device)
         return self._shard(dtype, PLAIN_AVERAGING, joined)
 
-    def _shard(self, dtype: torch.dtype, averaging: Averaging, joined: Communicator) -> Traffic:
+    def _shard(self, dtype: torch.dtype, averaging: Averaging, joined: Communicator) -> FsdpHooks:
         offload = self.config.zero_optimization.offload_param
         options: dict[str, Any] = {"offload": offload.device == "cpu", "pin": offload.pin_memory}
         before: dict[str, weakref.ref[Tensor]] = {name: weakref.ref(one) for name, one in self.model.named_parameters()}
@@ -148,10 +149,10 @@ class OptimizerBuilder:
             device = torch.device("cpu") if options["offload"] else self.device
             initial = InitialValues.of(self.model, [joined], device)
             options["begin"] = partial(initial.give, weights=self.config.initial_weights, same=False)
-        traffic = stage3.shard_model(self.model, dtype, self.device, averaging, self.prepared, **options)
+        hooks = stage3.shard_model(self.model, dtype, self.device, averaging, self.prepared, **options)
         if not again:
             self.prepared.describe(self.model, joined, before)
-        return traffic
+        return hooks
 
     def _common_options(self, comm: Communicator) -> dict[str, Any]:
         dtype, zero = self.precision.dtype, self.config.zero_optimization
@@ -191,7 +192,7 @@ class OptimizerBuilder:
 
         dtype, names = on_every_rank(comm, plan, "shard its model", (ValueError, TypeError))
         joined = stage3.join_process_group(comm, self.device)
-        traffic = self._shard(dtype, averaging, joined)
+        hooks = self._shard(dtype, averaging, joined)
         sharded = dict(model.named_parameters())
         for group, names_in_group in zip(groups, names, strict=True):
             group["params"] = [sharded[name] for name in names_in_group]
@@ -200,7 +201,7 @@ class OptimizerBuilder:
             groups,
             optimizer_class,
             comm=joined,
-            traffic=traffic,
+            hooks=hooks,
             names={id(parameter): name for name, parameter in sharded.items()},
             dtype=dtype,
             device=self.device,
@@ -229,7 +230,7 @@ class NoOptimizer:
     """An optimizer's surface, as far as engine and checkpoints reach it without a step: it holds no parameter, so that
     all of a model's weights are among those that no optimizer holds.
 
-    `traffic`: of a model that gathers its own weights.
+    `hooks`: of a model that gathers its own weights.
     """
 
     last_step = NOT_STEPPED
@@ -237,15 +238,15 @@ class NoOptimizer:
     steps = 0
     in_training = True
 
-    def __init__(self, traffic: Traffic | None) -> None:
+    def __init__(self, hooks: FsdpHooks | None) -> None:
         self.param_groups: list[dict[str, Any]] = []
         self.loss_scale, self.summed = 1.0, 1
-        self._traffic = traffic
+        self._hooks = hooks
 
     @property
     def bytes_sent(self) -> int:
         """Bytes this rank has sent to gather parameters."""
-        return 0 if self._traffic is None else self._traffic.bytes_sent
+        return 0 if self._hooks is None else self._hooks.bytes_sent
 
     def model_state_bytes(self) -> dict[str, float]:
         """Nothing: there are no gradients, master weights or moments."""

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator
-from thinwire.comm.collectives import Traffic
-from thinwire.comm.traffic import sent_bytes
+from thinwire.compress.fully_sharded import FsdpHooks, fsdp_hooks
 from thinwire.zero.placement import Averaging
 
 if TYPE_CHECKING:
@@ -24,66 +23,6 @@ if TYPE_CHECKING:
 
 WHOLE = "_thinwire_whole"
 """Attribute of a sharded parameter that answers as its value for a while."""
-
-# FSDP2's collectives, which no Communicator carries: what they send is counted here
-
-# torch 2.13 renamed both and warns at the old names.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def count_traffic(model: nn.Module, divide_first: float = 1.0) -> Traffic:
-    """The bytes that this rank will send for `model`, whose parts `fully_shard` has been applied to.
-
-    Gradients are averaged; with a `divide_first` other than 1 they are divided by it before they leave, and their sum
-    is multiplied by as much over the number of ranks.
-    """
-    from torch.distributed.fsdp import FSDPModule  # half a second that only stage 3 should cost
-
-    traffic = Traffic()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(_AllGather(traffic))  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(_ReduceScatter(traffic, divide_first))  # type: ignore[arg-type]
-            if divide_first != 1.0:
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-    return traffic
-
-
-class _Collective:
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _AllGather(_Collective):
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Any:
-        self._traffic.add("all_gather", sent_bytes("all_gather", input_tensor.nbytes, group.size()))
-        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class _ReduceScatter(_Collective):
-    def __init__(self, traffic: Traffic, divide_first: float) -> None:
-        super().__init__(traffic)
-        self._divide_first = divide_first
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> Any:
-        # As an all-to-all: every rank sends the others their parts.
-        self._traffic.add("reduce_scatter", sent_bytes("all_to_all", input_tensor.nbytes, group.size()))
-        if self._divide_first == 1.0:
-            return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-        assert not async_op, "FSDP2 waits for its streams, not for this work"
-        input_tensor.div_(self._divide_first)
-        work = _reduce_scatter(output_tensor, input_tensor, group=group, op=op)
-        output_tensor.mul_(self._divide_first / group.size())
-        return work
 
 
 class Preparation:
@@ -184,7 +123,7 @@ def computing_dtype(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype
     return first.dtype
 
 
-_sharded: weakref.WeakKeyDictionary[nn.Module, tuple[object, Traffic]] = weakref.WeakKeyDictionary()
+_sharded: weakref.WeakKeyDictionary[nn.Module, tuple[object, FsdpHooks]] = weakref.WeakKeyDictionary()
 
 
 def is_sharded_here(model: nn.Module) -> bool:
@@ -205,7 +144,7 @@ def shard_model(
     offload: bool,
     pin: bool,
     begin: Callable[[nn.Module, int], None] | None = None,
-) -> Traffic:
+) -> FsdpHooks:
     """Replace every parameter by this rank's shard of it, in place: fp32, gathered in `dtype` when it is used.
 
     Layers, the elements of repeated lists and the units of `prepared`, are gathered one at a time; the rest of the
@@ -219,13 +158,13 @@ def shard_model(
     """
     asked = dtype, averaging, device.type, offload
     if model in _sharded:
-        before, traffic = _sharded[model]
+        before, hooks = _sharded[model]
         if before != asked:
             raise ValueError(
                 "the model was sharded by an earlier thinwire.initialize, in another precision, averaging of gradients "
                 "or offload_param, which cannot change any more: keep them, or build the model anew"
             )
-        return traffic
+        return hooks
     # Imported here, and not for DTensor's sake either: it takes half a second that only stage 3 should cost.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -251,9 +190,9 @@ def shard_model(
         _begin(model, layers, begin)
     if readers:
         _read_in(model, readers, torch.device("cpu") if offload else device)
-    traffic = count_traffic(model, averaging.divide_first)
-    _sharded[model] = asked, traffic
-    return traffic
+    hooks = fsdp_hooks(model, divide_first=averaging.divide_first)
+    _sharded[model] = asked, hooks
+    return hooks
 
 
 def _begin(model: nn.Module, layers: Sequence[nn.Module], begin: Callable[[nn.Module, int], None]) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from thinwire.comm import Communicator, Traffic
+from thinwire.comm import Communicator
+from thinwire.compress import FsdpHooks
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.bucket_layout import model_state_formula
 from thinwire.zero.fsdp import is_sharded, local_run
@@ -55,7 +56,7 @@ class FullyShardedOptimizer(SynchronizedOptimizer):
         groups: parameter groups of its parameters.
         optimizer_class, options: the torch class and its options.
         comm: the ranks.
-        traffic: what counts the bytes that the model sends.
+        hooks: what the model's collectives go through.
         names: by parameter's id.
         dtype: in which layers are gathered.
         max_norm: the averaged gradient's global norm is clipped to it; 0 does not clip.
@@ -74,7 +75,7 @@ class FullyShardedOptimizer(SynchronizedOptimizer):
         optimizer_class: OptimizerClass,
         *,
         comm: Communicator,
-        traffic: Traffic,
+        hooks: FsdpHooks,
         names: Mapping[int, str],
         dtype: torch.dtype,
         device: torch.device,
@@ -94,7 +95,7 @@ class FullyShardedOptimizer(SynchronizedOptimizer):
                 values = shown if stepped_on is None else _copy_on(stepped_on, shown, pin)
                 shards.append(_Shard(names[id(parameter)], parameter, number, start, shown, values))
 
-        home = _FullyShardedHome(self, model, shards, partial(optimizer_class, **options), traffic, dtype, device)
+        home = _FullyShardedHome(self, model, shards, partial(optimizer_class, **options), hooks, dtype, device)
         self._saved_name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
         self._move_in(home, times_mean)
 
@@ -142,7 +143,7 @@ class _FullyShardedHome(Home):
         model: Any,
         shards: Sequence[_Shard],
         optimizer_class: OptimizerClass,
-        traffic: Traffic,
+        hooks: FsdpHooks,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -153,7 +154,7 @@ class _FullyShardedHome(Home):
         self.watcher = BackwardWatcher(str, lambda: None)
         self.uncompressed_step_bytes = ring_bytes(comm.size, self.parameters)
         self._vote_comm = comm.duplicate()
-        self._traffic, self._dtype, self._device = traffic, dtype, device
+        self._hooks, self._dtype, self._device = hooks, dtype, device
         self._groups, self._max_norm = optimizer.param_groups, optimizer.max_norm
         self.reshard: Callable[[], None] = model.reshard  # has layers read their shards again
         self._stepped_apart = any(one.values is not one.shown for one in shards)
@@ -166,7 +167,7 @@ class _FullyShardedHome(Home):
     @property
     @override
     def bytes_sent(self) -> int:
-        return self._traffic.bytes_sent + self._vote_comm.traffic.bytes_sent
+        return self._hooks.bytes_sent + self._vote_comm.traffic.bytes_sent
 
     @override
     def model_state_bytes(self) -> dict[str, float]:
@@ -211,6 +212,9 @@ class _FullyShardedHome(Home):
             self.watcher.turn.moving = True
             self.steps += 1
             self._apply(gradients, clip_coefficient(self._max_norm, norm) / self.loss_scale)
+            self._hooks.weights_stepped()
+        else:
+            self._hooks.drop_residuals()
         self.reshard()  # what a forward without backward has left gathered is out of date
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if finite else NOT_FINITE)
 
