@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import thinwire
-from tests.optim.subject import FREEZE, SUBJECTS
+from tests.optim.subject import FREEZE, HOMES
 from tests.optim.training import make_model, train, weights
 from tests.refusing import refused
 from thinwire.comm import Communicator, threads
@@ -39,7 +39,7 @@ def _muon(model: nn.Module, **ranks: Any) -> Any:
 
 
 BUILDS: dict[str, Build] = {
-    **{str(one): lambda model, one=one, **ranks: one.build(model, **{"comm": None, **ranks}) for one in SUBJECTS},
+    **{str(one): lambda model, one=one, **ranks: one.build(model, **{"comm": None, **ranks}) for one, *_ in HOMES},
     "ShardedOptimizer": _sharded,
     "DiLoCo": _local,
     "OneBitMuon": _muon,
