@@ -1,4 +1,4 @@
-"""``python -m tests.parallel.pipelines TASK``: what one rank of a pipeline does, in real processes, as schedules of
+"""``python -m tests.parallel.pipelines TASK...``: what one rank of a pipeline does, in real processes, as schedules of
 torch need; and the same model in one process, with what its boundaries do to activations and gradients."""
 
 import copy
@@ -243,11 +243,6 @@ def integers() -> None:
     )
 
 
-def cases() -> None:
-    for case in (tensors, evaluations, bad_codecs, integers):
-        case()
-
-
 def uneven() -> None:
     """Of 7 samples torch makes micro-batches of 4 and 3."""
     schedule, stages = build("GPipe", blocks(2), 2, CompressedStage)
@@ -275,4 +270,5 @@ def astray() -> None:
 
 if __name__ == "__main__":
     comm.init(timeout=60.0)
-    globals()[sys.argv[1]](*sys.argv[2:])
+    for task in sys.argv[1:]:
+        globals()[task]()

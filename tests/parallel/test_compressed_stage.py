@@ -9,14 +9,13 @@ pytestmark = since_torch_2_13
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_schedule_trains_as_one_process_does_and_without_codecs_as_torch_does(jobs: Jobs, ranks: int) -> None:
-    done = jobs.torchrun(ranks, *PROGRAM, "schedules")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("task", ["cases", "uneven", "astray"])
-def test_what_travels_and_what_is_refused_on_which_rank(jobs: Jobs, task: str) -> None:
-    done = jobs.torchrun(2, *PROGRAM, task)
+@pytest.mark.parametrize(
+    ("ranks", "tasks"),
+    [(2, "schedules tensors evaluations bad_codecs integers uneven"), (4, "schedules"), (2, "astray")],
+)
+def test_stages_train_as_one_process_does_and_refuse_on_the_rank_that_is_wrong(
+    jobs: Jobs, ranks: int, tasks: str
+) -> None:
+    """Every schedule, without codecs as torch does. After what ends in an error nothing else can run."""
+    done = jobs.torchrun(ranks, *PROGRAM, *tasks.split())
     assert done.returncode == 0, done.stdout + done.stderr

@@ -21,11 +21,15 @@ def test_a_head_takes_time_and_an_embedding_none() -> None:
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("ranks", "task"),
-    [(2, "models"), (4, "models"), pytest.param(2, "small", marks=since_torch_2_13), (4, "replicas"), (8, "cube")],
+    ("ranks", "tasks"),
+    [
+        pytest.param(2, "models schedules sequential refusals", marks=since_torch_2_13),
+        (4, "models replicas"),
+        (8, "cube"),
+    ],
 )
-def test_a_pipeline_trains_as_one_process_does(jobs: Jobs, ranks: int, task: str) -> None:
-    done = jobs.torchrun(ranks, *PROGRAM, task)
+def test_a_pipeline_trains_as_one_process_does(jobs: Jobs, ranks: int, tasks: str) -> None:
+    done = jobs.torchrun(ranks, *PROGRAM, *tasks.split())
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,10 +1,11 @@
-"""``python -m tests.parallel.training TASK``: models trained over a pipeline's ranks, and in one process."""
+"""``python -m tests.parallel.training TASK...``: models trained over a pipeline's ranks, and in one process."""
 
 import contextlib
 import copy
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,9 +34,9 @@ WORDS, LENGTH, ROWS, MICRO_BATCHES, RATE = 90, 12, 3, 4, 2e-3
 LOSS = nn.functional.mse_loss
 
 
-def bert() -> nn.Module:
+def bert(layers: int = 4) -> nn.Module:
     torch.manual_seed(2)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
+    sizes = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 4, "intermediate_size": 64}
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return BertForMaskedLM(BertConfig(**sizes, **off, vocab_size=WORDS, max_position_embeddings=LENGTH))
 
@@ -230,7 +231,7 @@ def replicas() -> None:
 
 def cut_bert(mesh: DeviceMesh) -> nn.Module:
     """With torch's own calls; its embedding too, which its head shares."""
-    model: Any = bert()
+    model: Any = bert(2)
     column, row = ColwiseParallel(), RowwiseParallel()
     plan: dict[str, Any] = {f"attention.self.{one}": column for one in ("query", "key", "value")}
     plan |= {"attention.output.dense": row, "intermediate.dense": column, "output.dense": row}
@@ -274,7 +275,7 @@ def cube() -> None:
     model = parallelize(gpt2(), mesh["tp"])
     near_exact(mesh, gpt2, Pipeline(model, MICRO_BATCHES, mesh=mesh), 1, 3)
     pipeline = Pipeline(cut_bert(mesh["tp"]), MICRO_BATCHES, mesh=mesh)
-    optimizer, stream = near_compressed(mesh, bert, pipeline, 4)
+    optimizer, stream = near_compressed(mesh, partial(bert, 2), pipeline, 3)
     skip_together(pipeline, optimizer, stream)
     refused(ValueError, "give max_norm to an optimizer", pipeline.train_batch, stream, max_norm=1.0)
 
@@ -322,11 +323,7 @@ def refusals() -> None:
     pipeline.eval_batch(iter([short, short]))
 
 
-def small() -> None:
-    for task in (schedules, sequential, refusals):
-        task()
-
-
 if __name__ == "__main__":
     comm.init(timeout=60.0)
-    globals()[sys.argv[1]](*sys.argv[2:])
+    for task in sys.argv[1:]:
+        globals()[task]()

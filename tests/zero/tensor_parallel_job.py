@@ -1,4 +1,4 @@
-"""What launched ranks do with a model that torch's tensor parallelism cuts: ``tensor_parallel_job.py TASK DP TP``."""
+"""What launched ranks do with a model that torch's tensor parallelism cuts: ``tensor_parallel_job DP TP TASK...``."""
 
 import copy
 import math
@@ -237,10 +237,10 @@ def refusals(mesh: DeviceMesh) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    task, *sizes = sys.argv[1:]
-    grid = init_device_mesh("cpu", tuple(map(int, sizes)), mesh_dim_names=("dp", "tp"))
+    grid = init_device_mesh("cpu", (int(sys.argv[1]), int(sys.argv[2])), mesh_dim_names=("dp", "tp"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        {"exact": exact, "compressed": compressed, "resume": resume, "refusals": refusals}[task](grid)
+        for task in sys.argv[3:]:
+            globals()[task](grid)
     dist.barrier()
     dist.destroy_process_group()
