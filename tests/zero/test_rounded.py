@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import thinwire
 from tests.launching import on_threads, same_on_all_ranks
 from tests.optim.training import loss_of, make_model, weights
+from tests.pairwise import pairwise
 from tests.refusing import refused
 from tests.zero.saved import join, save
 from thinwire.comm import Communicator, threads
@@ -107,12 +108,15 @@ class Reference:
         return values
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("nodes", [[0], [0, 1], [0, 1, 2], [0, 0, 0], TWO_OF_TWO, [0, 1, 0, 1]], ids=str)
-@pytest.mark.parametrize(("stage", "codec"), CODECS)
+NODES = [[0], [0, 1], [0, 1, 2], [0, 0, 0], TWO_OF_TWO, [0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize(("coded", "nodes", "dtype"), pairwise(CODECS, NODES, [torch.float32, torch.bfloat16]), ids=str)
 def test_every_stage_follows_the_algorithm_as_it_is_written(
-    stage: int, codec: Any, nodes: list[int], dtype: torch.dtype
+    coded: tuple[int, Any], nodes: list[int], dtype: torch.dtype
 ) -> None:
+    stage, codec = coded
+
     def body(comm: Communicator) -> tuple[Tensor, BucketLayout]:
         model = make_model()
         optimizer = build(comm, model, stage, codec, param_dtype=dtype, nodes=nodes)
