@@ -95,13 +95,6 @@ def test_links_are_shaped_at_both_ends_and_released() -> None:
 
 
 @needs_cluster
-def test_an_exception_removes_the_cluster() -> None:
-    with pytest.raises(KeyError), EmulatedCluster(1).running() as cluster:
-        raise KeyError
-    assert cluster.name not in existing()
-
-
-@needs_cluster
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_remove_the_cluster(number: signal.Signals) -> None:
     with making(number) as (maker, name):

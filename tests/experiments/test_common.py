@@ -19,7 +19,7 @@ from experiments.common.errors import BAD_INPUT, InputError, on_every_rank
 from experiments.common.launching import launch
 from experiments.common.peak_memory import PeakMemory, measure_alone
 from experiments.common.results import read_json, write_json
-from tests.launching import Jobs, on_threads, run
+from tests.launching import Jobs, run
 from thinwire.comm import Communicator, Launch
 
 THIS = "tests.experiments.test_common"
@@ -50,14 +50,6 @@ def test_bad_arguments_are_refused_before_any_rank_starts(capsys: pytest.Capture
     assert launch(THIS, parse, lambda *_: sizes.append(0), ["bad"], default_ranks=64) == BAD_INPUT
     assert sizes == [1]
     assert capsys.readouterr().err == f"{THIS}: error: this cannot be used\n"
-
-
-@on_threads(4)
-def test_every_rank_gets_the_complaint_or_its_own_result(comm: Communicator) -> None:
-    with pytest.raises(InputError) as caught:
-        refuse(comm, argparse.Namespace())
-    assert on_every_rank(comm, lambda: comm.rank) == comm.rank
-    assert str(caught.value) == "this cannot be used (first seen on rank 3)"
 
 
 @pytest.mark.launch

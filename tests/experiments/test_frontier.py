@@ -13,7 +13,7 @@ from experiments.frontier.__main__ import main, parse
 from experiments.frontier.contenders import CONTENDERS, Contender
 from experiments.frontier.findings import missing, seconds_at, sentences, standings, title
 from experiments.frontier.store import Run, RunStore
-from experiments.frontier.studies import STUDIES, Question, options_of, variant_name
+from experiments.frontier.studies import Question
 from experiments.frontier.studying import Baseline, answer, baselines, study_summary, variant_standings
 from experiments.frontier.subjects import SUBJECTS, Subject
 from experiments.training.optimizers import OPTIMIZERS, SHARDED
@@ -106,19 +106,6 @@ def test_the_first_and_the_best_run_with_all_seeds(tmp_path: Path, monkeypatch: 
     more = _answer(_question(steps=7, seeds=2), tmp_path / "b.json", monkeypatch)
     assert {run.contender for run in more if run.outcome.seed == 1} == {"kept", "best"}
     assert {run.outcome.seed for run in more} == {0, 1}
-
-
-def test_studies_name_their_variants_apart_and_ask_known_tasks() -> None:
-    for questions in STUDIES.values():
-        named: dict[tuple[str, int, str], Contender] = {}
-        for question in questions:
-            assert question.subject in SUBJECTS
-            for name, one in question.variants.items():
-                assert name == variant_name(one.optimizer, question.steps, one.options)
-                numbers = {option: value for option, value in one.options.items() if not isinstance(value, str | bool)}
-                length = {} if question.steps is None else {"steps": question.steps}
-                assert options_of(name) == numbers | length
-                assert named.setdefault((question.subject, question.workers, name), one) == one
 
 
 def test_what_a_study_lacks_is_said(tmp_path: Path) -> None:

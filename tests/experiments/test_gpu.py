@@ -8,7 +8,6 @@ import torch
 
 from experiments.gpu import __main__ as command
 from experiments.gpu import training
-from experiments.gpu.profiles import hidden, union
 from experiments.gpu.stages import STAGES, Stage, run
 
 REPOSITORY = Path(__file__).parents[2]
@@ -51,11 +50,6 @@ def test_a_failing_stage_is_recorded_and_the_next_one_runs(tmp_path, monkeypatch
     ]
     assert command.main(["nonsense"]) == 2
     assert "there is no stage 'nonsense'" in capsys.readouterr().err
-
-
-def test_hidden_is_what_runs_beside_something_else() -> None:
-    assert union([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
-    assert hidden([(0, 10), (20, 30)], [(5, 22), (21, 23), (40, 50)]) == 5 + 3
 
 
 def test_training_is_tried_out_without_a_gpu(tmp_path, monkeypatch) -> None:

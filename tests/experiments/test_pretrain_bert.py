@@ -98,9 +98,6 @@ def test_a_corpus_that_is_too_short_is_refused_on_every_rank(tmp_path: Path) -> 
     assert not list((tmp_path / "results").iterdir())
 
 
-EXAMPLE = Path(__file__).parents[2] / "experiments" / "configs" / "bert_onebit_zero1.json"
-
-
 def settings(folder: Path, file: Any = None, given: str = "") -> PretrainSettings:
     """What the command line `given` and a configuration file make."""
     arguments = [*given.split(), "--output", str(folder), "--checkpoints", str(folder)]
@@ -142,15 +139,9 @@ def test_the_file_decides_what_options_leave_open(tmp_path: Path) -> None:
     assert found.describe(24)["config"] == file
 
 
-def test_a_scheduler_in_the_file_takes_the_rates_over(tmp_path: Path) -> None:
-    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}
-    found = settings(tmp_path, {"scheduler": scheduler})
-    assert found.engine.scheduled
-    assert found.describe(2)["warmup_steps"] is None
-
-
 def test_the_example_can_be_used(tmp_path: Path) -> None:
-    found = settings(tmp_path, EXAMPLE.read_text())
+    example = Path(__file__).parents[2] / "experiments" / "configs" / "bert_onebit_zero1.json"
+    found = settings(tmp_path, example.read_text())
     assert found.engine.optimizers == ("onebit-adam",)
     assert load(found.engine.config("onebit-adam"), 2).zero_optimization.overlap_comm
 

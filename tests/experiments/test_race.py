@@ -6,7 +6,6 @@ import socket
 import sys
 import time
 from collections import Counter
-from math import isnan
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,16 +16,15 @@ from hypothesis import strategies as st
 
 from experiments.common.results import RESULTS, read_json
 from experiments.ethernet import collectives, local_steps, unseen
-from experiments.ethernet.race import loss_report, overlap_report, planned, step_report
+from experiments.ethernet.race import planned, step_report
 from experiments.ethernet.race.contenders import BASELINE, CONTENDERS, FAIR_BASELINE
-from experiments.ethernet.race.findings import ALONE, rate_of_waiting, speedup, split_step
+from experiments.ethernet.race.findings import ALONE, speedup, split_step
 from experiments.ethernet.race.kinds import Clock, Kind, counts_along, from_records, records, retime
 from experiments.ethernet.race.local_step_report import print_table, record, under_way
 from experiments.ethernet.race.local_step_times import fragment_bytes
 from experiments.ethernet.race.stopwatch import Interface, Stopwatch
 from experiments.tasks.models import build_bert
 from experiments.tasks.sizes import SIZES
-from tests.experiments.helpers import race_run
 from thinwire.optim.diloco.fragments import Timetable
 from thinwire.plan import Calibration
 
@@ -58,21 +56,6 @@ def test_the_parts_are_the_step(
 def test_speedups_compare_within_a_round() -> None:
     # The machine is ten times slower in the second round, for both.
     assert speedup([turn(1.0), turn(10.0), turn(1.0)], [turn(3.0), turn(30.0), turn(3.0)]) == 3
-
-
-def test_the_rate_at_which_a_fraction_is_waiting() -> None:
-    turns = {10.0: [turn(1.0, 0.98)], 1000.0: [turn(1.0, 0.90), turn(1.0, 0.90)]}
-    assert rate_of_waiting(turns, 0.94) == pytest.approx(100)
-    assert isnan(rate_of_waiting(turns, 0.5))
-
-
-def test_what_hides_is_what_nobody_sleeps_for() -> None:
-    sleeping = {"seconds": 1.1, "waited": 0.1, "cpu": 1.0, "interface_bytes": 1e6}
-    balanced = {"ddp-bf16": {"megabits": 20.0, "turns": {ALONE: [turn(1.0)], "ddp-bf16": [sleeping]}}}
-    (found,) = overlap_report.records(balanced).values()
-    assert (found["link_busy"], found["alone"]) == (0.4, 1.0)
-    assert found["hidden"] == pytest.approx(0.75)
-    assert found["slowed"] == pytest.approx(0.25)
 
 
 SHAPES = [[4096, 64], [64, 64], [64]]
@@ -171,26 +154,6 @@ def test_the_recorded_race_is_told_apart_and_put_together_again() -> None:
         again = retime(run, run["kinds"])
         assert again["seconds"] == pytest.approx(run["seconds"], rel=1e-12)
         assert from_records(run["kinds"]).done == counts_along(run)[-1]
-
-
-@pytest.fixture
-def runs() -> dict[str, dict[str, Any]]:
-    return {
-        BASELINE: race_run(2.0, [6.0, 5.0, 4.0]),
-        FAIR_BASELINE: race_run(1.0, [6.0, 5.0, 4.0]),
-        "ddp-powersgd-1": race_run(0.1, [6.0, 5.9, 5.8]),
-        "onebit-adam": race_run(0.25, [6.0, 5.0, 4.0]),
-    }
-
-
-def test_arrivals_lie_between_points(runs: dict[str, dict[str, Any]]) -> None:
-    goal = loss_report.goal_of(runs)
-    assert goal.loss == pytest.approx(4.04)
-    assert goal.steps == 30
-    reached = loss_report.arrivals(runs, goal)
-    assert reached[FAIR_BASELINE] == pytest.approx(29.6)
-    assert reached["ddp-powersgd-1"] is None
-    assert "1-bit Adam reaches the same loss 4.0x as soon" in loss_report.sentence(runs, goal)
 
 
 def turns_at(megabits: float) -> dict[str, list[dict[str, float]]]:

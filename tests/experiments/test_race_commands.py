@@ -105,25 +105,6 @@ def test_a_race_is_timed_at_another_rate_and_added_to(started: list[list[str]], 
     assert content["retimed"]["1000"]["seconds_to_the_loss"]["diloco-30-int4"] is not None
 
 
-@pytest.mark.parametrize("what", ["machine", "tcp"])
-def test_a_race_of_another_machine_is_timed_again(what: str, started: list[list[str]], tmp_path: Path) -> None:
-    path = tmp_path / "ethernet_losses.json"
-    recorded = json.loads(path.read_text()) | {what: "another"}
-    path.write_text(json.dumps(recorded))
-    content = main(tmp_path, *ADDING.split())
-    training, timing = started
-    assert "--rate" not in training
-    assert timing[-2:] == ["--rate", "20"]
-    assert {"ddp-fp32", "ddp-bf16", "diloco-30-int4"} < set(timing)
-    assert content[what] == "another"
-    assert content["runs"]["ddp-bf16"] == recorded["runs"]["ddp-bf16"]
-    assert content["seconds_to_the_loss"]["ddp-bf16"] == pytest.approx(0.5 * 19.6)
-    assert content["seconds_to_the_loss"] == content["retimed"]["20"]["seconds_to_the_loss"]
-    # Who was timed here already is not timed again.
-    main(tmp_path, *ADDING.split())
-    assert "ddp-bf16" not in started[-1]
-
-
 REFUSED: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
     (RETIMING, lambda one: one.update(retimed={"100": {"machine": "another", "tcp": None}}), "with another machine"),
     (RETIMING, lambda one: one.update(retimed={"100": {**one, "tcp": "another"}}), "with another tcp"),

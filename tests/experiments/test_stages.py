@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from experiments.common.errors import InputError
 from experiments.common.results import write_json
 from experiments.stages.__main__ import small_job, write_results
 from experiments.stages.findings import EXACT_ON, RESUME_ON, RESUMED, find
@@ -59,13 +58,6 @@ def train(job: Job, ranks: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_stages_have_the_same_losses(job: Job, tmp_path: Path) -> None:
-    runs = [Run(str(stage), "adamw", stage) for stage in range(3)]
-    found = train(replace(job, runs=runs), 1, tmp_path)
-    assert len(found["0"]["training"]) == 4
-    assert found["0"]["training"] == found["1"]["training"] == found["2"]["training"]
-
-
 @pytest.mark.parametrize(("optimizer", "tolerance"), [("adamw", 1e-5), ("onebit-adam", 0.05)])
 def test_a_saved_run_goes_on_with_the_same_batches_on_other_ranks(
     job: Job, tmp_path: Path, optimizer: str, tolerance: float
@@ -76,18 +68,6 @@ def test_a_saved_run_goes_on_with_the_same_batches_on_other_ranks(
     assert resumed["first_step"] == 3
     assert resumed["training"] == pytest.approx(saved["training"][3:], rel=tolerance)
     assert resumed["validation_steps"] == saved["validation_steps"]
-
-
-def test_plain_and_sharded_1bit_adam_train(job: Job, tmp_path: Path) -> None:
-    runs = [Run("plain", "onebit-adam", None), Run("half", "onebit-adam", 2, bf16=True)]
-    found = train(replace(job, runs=runs), 1, tmp_path)
-    assert found["plain"]["frozen_at"] == found["half"]["frozen_at"] == 2
-    assert found["half"]["validation"][-1] == pytest.approx(found["plain"]["validation"][-1], rel=0.02)
-
-
-def test_a_batch_that_cannot_be_shared_is_refused(job: Job, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="6 sequences cannot be shared among 4 ranks"):
-        train(job, 4, tmp_path)
 
 
 def test_a_difference_anywhere_is_found() -> None:

@@ -2,16 +2,13 @@
 
 from dataclasses import replace
 from math import inf, log, nan
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from experiments.common.errors import InputError
 from experiments.training.baseline import AveragedLamb
-from experiments.training.checkpoints import RunCheckpoints
 from experiments.training.findings import compare, headline
 from experiments.training.learners import EngineLearner, Learner, LoopLearner
 from experiments.training.optimizers import COMPRESSED, ENGINE, OPTIMIZERS, engine_section
@@ -137,30 +134,6 @@ def test_lamb_is_the_warmup_of_1_bit_lamb(comm: Communicator, ranks: int) -> Non
     plain, onebit = ends
     for mine, warmup in zip(plain, onebit, strict=True):
         torch.testing.assert_close(warmup, mine, rtol=1e-3, atol=1e-5)
-
-
-SETTINGS = {"model": "line", "steps": PLAN.steps}
-
-
-def start(comm: Communicator, optimizer: str) -> tuple[Trainer, EngineLearner]:
-    task = LineTask()
-    learner = EngineLearner(task.build_model(PLAN.seed), PLAN, engine_config(optimizer, 1), comm)
-    return Trainer(task, PLAN, learner, comm), learner
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "steps", "complaint"),
-    [("adamw", 99, "steps was 12 and is now 99"), ("onebit-adam", PLAN.steps, "--resume cannot continue")],
-)
-@on_threads(2)
-def test_a_checkpoint_of_another_run_is_refused(
-    comm: Communicator, tmp_path: Path, optimizer: str, steps: int, complaint: str
-) -> None:
-    trainer, learner = start(comm, "adamw")
-    trainer.advance()
-    RunCheckpoints(tmp_path, comm, SETTINGS).save(trainer, learner)
-    with pytest.raises(InputError, match=complaint):
-        RunCheckpoints(tmp_path, comm, {**SETTINGS, "steps": steps}).load(*start(comm, optimizer))
 
 
 def test_a_run_that_diverged_says_so() -> None:
