@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import thinwire
+from tests.launching import same_on_all_ranks
 from tests.optim.training import through_a_file
 from tests.refusing import refused
 from thinwire.comm import Communicator, threads
@@ -211,6 +213,48 @@ def resume(mesh: DeviceMesh) -> None:
         dist.all_gather_object(everyone, saved, group=mesh["tp"].get_group())
         neighbour = everyone[1 - mesh.get_local_rank("tp")]
         refused(ValueError, "part . of 2 of it, and this rank has part", other.load_state_dict, neighbour)
+
+
+def sharded(mesh: DeviceMesh) -> None:
+    """FSDP2 inside nodes, "tp", whose ranks have data of their own, and ShardedOptimizer between them, "dp"."""
+
+    def cut(kind: str) -> nn.Module:
+        model = make(kind)
+        for layer in model.model.transformer.h if kind == "gpt" else model.model.bert.encoder.layer:  # type: ignore[union-attr]
+            fully_shard(layer, mesh=mesh["tp"])
+        return fully_shard(model, mesh=mesh["tp"])
+
+    rank, sent = dist.get_rank(), {}
+    for kind in ("bert", "gpt"):
+        expected = alone(kind, dist.get_world_size(), 6)
+        for codec, tolerance in ((None, 1e-5), (("int4", "int4"), 1e-2)):
+            model, options = cut(kind), {"mesh": mesh["dp"], "max_norm": 1.0, "lr": 3e-3, "weight_decay": 0.1}
+            if codec is None:
+                with torch.no_grad():
+                    model(words(rank, 0))
+                refused(
+                    ValueError, "call model.reshard", ShardedOptimizer, model.parameters(), torch.optim.AdamW, **options
+                )
+                model.reshard()  # type: ignore[operator]  # FSDP2 may be set up before or after the optimizer
+            optimizer, found = ShardedOptimizer(model.parameters(), torch.optim.AdamW, codec=codec, **options), []
+            for step in range(6):
+                optimizer.zero_grad()
+                loss = model(words(rank, step))
+                loss.backward()
+                optimizer.step()
+                mean = loss.detach().clone()
+                dist.all_reduce(mean)
+                found.append((float(mean) / dist.get_world_size(), optimizer.last_step.grad_norm))
+            of_both = [
+                [one[: 1 if codec else 2] for one in run] for run in (found, expected)
+            ]  # 4 bits have other norms
+            close(*of_both, tolerance)
+            sent[codec] = optimizer.bytes_sent
+            for one in model.parameters():
+                assert same_on_all_ranks(optimizer.comm, one.to_local().detach())  # type: ignore[attr-defined]
+        assert sent["int4", "int4"] < 0.2 * sent[None]
+    uneven = fully_shard(nn.Linear(4, 3), mesh=mesh["tp"])
+    refused(ValueError, "goes on from a padded copy", ShardedOptimizer, uneven.parameters(), torch.optim.SGD, **options)
 
 
 def refusals(mesh: DeviceMesh) -> None:

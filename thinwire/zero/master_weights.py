@@ -20,7 +20,7 @@ from thinwire.zero.bucket_layout import BucketLayout, Slot
 from thinwire.zero.gradient_seal import whole_of
 from thinwire.zero.placement import Placement, Sharding, WeightGate
 from thinwire.zero.rank_checks import broadcast_from_rank_0
-from thinwire.zero.replica import Replica, kind_of
+from thinwire.zero.replica import Replica, fsdp_parts, kind_of
 from thinwire.zero.saved_state import SavedSlice, SliceSource, read_weight
 
 
@@ -280,6 +280,7 @@ class ShardedParameters:
         self.order = on_every_rank(comm, place, "build its optimizer", (ValueError, TypeError))
         compared = {**sharding.compared(), "names": self.names, **settings}
         self.replica = Replica.among(comm, self.order.parameters)
+        gathered = on_every_rank(comm, partial(fsdp_parts, self.order.parameters), "take FSDP2's parts", (ValueError,))
         check_same_on_every_rank(comm, self.order.parameters, groups, compared)
         broadcast_from_rank_0(comm, self.order.parameters)
         if self.replica is not None:
@@ -294,6 +295,8 @@ class ShardedParameters:
         for index, (layout, dtype) in enumerate(self.order.partition(comm.size, sharding)):
             self.buckets.append(FlatBucket(self, index, layout, dtype))
             self.masters.append(MasterWeights(self.buckets[-1], sharding))
+        for one in gathered:
+            one.reset_sharded_param()  # to gather from where the parts lie now
         self.shares = [] if self.replica is None else [self.replica.share(one.parameters[0]) for one in self.buckets]
 
     @property

@@ -4,6 +4,7 @@ cut, the ranks that hold the rest, and what tells whether two ranks hold the sam
 from __future__ import annotations
 
 import json
+import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -125,6 +126,33 @@ def local_parts(group: dict[str, Any]) -> dict[str, Any]:
         return {**group, "params": parts}
     group["params"] = listed
     return group
+
+
+def fsdp_parts(parameters: Sequence[Tensor]) -> list[Any]:
+    """What FSDP2 has of these parts of parameters, which it gathers.
+
+    Raises ValueError for one that is cut unevenly, as FSDP2 goes on from a padded copy of it, or that is gathered.
+    """
+    states = sys.modules.get("torch.distributed._composable_state")
+    found = [] if states is None else [state() for state in list(states._module_state_mapping.values())]
+    groups = [getattr(state, "_fsdp_param_group", None) for state in found]
+    held = [*chain.from_iterable(group.fsdp_params for group in groups if group is not None)]
+    given = {id(_whole(one)) for one in parameters}
+    if any(id(getattr(one, "_unsharded_param", None)) in given for one in held):
+        raise ValueError(
+            "FSDP2 has gathered some of these parameters for a forward, and will free them: call model.reshard() "
+            "before you give model.parameters() to an optimizer"
+        )
+    parts = [one for one in held if id(one.sharded_param) in given]
+    for whole in (one.sharded_param for one in parts):
+        (placement,), ranks = whole.placements, whole.device_mesh.size()
+        if whole.shape[placement.dim] % ranks:
+            raise ValueError(
+                f"fully_shard has cut a parameter of shape {tuple(whole.shape)} along dimension {placement.dim}, which "
+                f"{ranks} ranks do not divide, and goes on from a padded copy: cut another by shard_placement_fn, or "
+                "pad the model, as resize_token_embeddings(pad_to_multiple_of=...) does"
+            )
+    return parts
 
 
 class Stages:
