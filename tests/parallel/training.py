@@ -106,7 +106,7 @@ def train(make: Callable[[], nn.Module], schedule: str, steps: int, **options: A
 
 def models() -> None:
     for make in (bert, gpt2):
-        train(make, "1F1B", 6)
+        train(make, "1F1B", 3)
 
 
 def schedules() -> None:
@@ -214,9 +214,9 @@ def replicas() -> None:
     """Two stages of two replicas each, clipped: averaged exactly, by owners too; then in one bit."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     for stage in (0, 1):
-        near_exact(mesh, gpt2, Pipeline(gpt2(), MICRO_BATCHES, mesh=mesh), stage, 6)
+        near_exact(mesh, gpt2, Pipeline(gpt2(), MICRO_BATCHES, mesh=mesh), stage, 3)
     pipeline = Pipeline(gpt2(), MICRO_BATCHES, mesh=mesh)
-    optimizer, stream = near_compressed(mesh, gpt2, pipeline, 5)
+    optimizer, stream = near_compressed(mesh, gpt2, pipeline, 4)
     skip_together(pipeline, optimizer, stream)
     refused(ValueError, "give max_norm to an optimizer", pipeline.train_batch, stream, optimizer, max_norm=1.0)
     plain = torch.optim.SGD(pipeline.parameters(), lr=RATE)
