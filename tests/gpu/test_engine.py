@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_model
 
-from tests.engine.tiny import BF16, loss_of, make_model, settings
+from tests.engine.tiny import BF16, Tiny, loss_of, make_model, settings
 from thinwire import initialize
 from thinwire.comm import Communicator, threads
 from thinwire.engine import Engine
@@ -67,5 +68,21 @@ def test_stage_3_over_nccl(offload, precision) -> None:
                         config["zero_optimization"][f"offload_{part}"] = {"device": "cpu", "pin_memory": True}
             losses.append(train(make_engine(None, config, "cuda"), 20))
         assert losses[1] == pytest.approx(losses[0], rel=0.05 if precision else 1e-4)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_a_model_without_values_at_stage_3_over_nccl(offload, tmp_path) -> None:
+    save_model(make_model(), str(tmp_path / "begin.safetensors"))
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = settings(3, initial_weights=str(tmp_path / "begin.safetensors"))
+        config["zero_optimization"] |= {"offload_param": {"device": offload}}
+        with torch.device("meta"):
+            model = Tiny()
+        engine = initialize(model=model, config=config)[0]
+        assert {one.device.type for one in model.parameters() if one.numel()} == {"cpu" if offload == "cpu" else "cuda"}
+        assert train(engine, 20) == pytest.approx(train(make_engine(None, settings(0), "cpu"), 20), rel=1e-3)
     finally:
         dist.destroy_process_group()

@@ -191,7 +191,7 @@ def _send_from_first(comm: Communicator, model: nn.Module) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             comm.broadcast(tensor.data, root=0)
-    seed = torch.randint(1 << 62, ())
+    seed = torch.randint(1 << 62, ()).to(comm.control_device)
     comm.broadcast(seed, root=0)
     torch.manual_seed(int(seed))
 

@@ -72,6 +72,7 @@ class InitialValues:
         is, or should be. Collective."""
         device, seed = device or next(model.parameters()).device, torch.randint(1 << 60, ())
         for comm in comms:
+            seed = seed.to(comm.control_device)
             comm.broadcast(seed, root=0)
             if device.type == "meta":
                 device = values_device(comm)
