@@ -31,6 +31,7 @@ PARTS = (
     "how_gradients_are_averaged",
     "state_apart_from_the_shards",
     "what_is_not_finite",
+    "codecs",
     "evaluation_in_between",
     "own_backwards",
     "evaluation_alone",
@@ -227,6 +228,29 @@ def what_is_not_finite(comm: Communicator, folder: Path) -> None:
     engine.step()
     assert engine.skipped_steps == 1
     assert torch.equal(everything(engine), before)
+
+
+def codecs(comm: Communicator, folder: Path) -> None:
+    """A step that is skipped, and a checkpoint, leave nothing of the residuals; the loss is about that of stage 0."""
+    zero = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    expected = train(make_engine(comm, settings(0)), range(6))
+    engine = make_engine(comm, settings(3, zero_optimization=zero))
+    assert train(engine, range(4)) == pytest.approx(expected[:4], rel=0.02)
+    engine.save_checkpoint(folder / "codecs")
+    engine.load_checkpoint(folder / "codecs")
+    found = train(engine, range(4, 6))
+    assert found == pytest.approx(expected[4:], rel=0.02)
+    again = make_engine(comm, settings(3, zero_optimization=zero), seed=1)
+    again.load_checkpoint(folder / "codecs")
+    engine.backward(loss_of(engine, comm.rank, 7) + (math.inf if comm.rank == 0 else 0))
+    with pytest.raises(NonFiniteError):
+        engine.step()
+    assert train(again, range(4, 6)) == found
+    assert all(one.residual is None for one in engine.optimizer._home.hooks.reduces.values())
+    in_one_node = {"stage": 3, "weights_codec": "int4", "gradients_codec": "int4", "node_size": comm.size}
+    assert train(make_engine(comm, settings(3, zero_optimization=in_one_node)), range(6)) == pytest.approx(expected)
+    with pytest.raises(ValueError, match=f'"zero_optimization.node_size" is 7, and the job has {comm.size} ranks'):
+        make_engine(comm, settings(3, zero_optimization={"stage": 3, "node_size": 7}))
 
 
 def another_rate_on_one_rank(comm: Communicator, folder: Path) -> None:

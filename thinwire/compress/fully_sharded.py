@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,7 @@ from thinwire.comm.agreement import check_same_on_every_rank, on_every_rank
 from thinwire.comm.collectives import Traffic
 from thinwire.comm.traffic import sent_bytes
 from thinwire.compress.codecs import Codec, make_codec
-from thinwire.compress.packet_layout import shard_numel
-
-FsdpCodec = Literal["int8", "int4", "fp8", "bf16", "fp16", "none"]
-"""Those whose scales padding leaves as they are."""
+from thinwire.compress.packet_layout import FsdpCodec, shard_numel
 
 # torch 2.13 renamed both and warns at the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -46,6 +46,10 @@ def _pld_params(settings: EngineConfig) -> dict[str, Any] | bool:
     return {"theta": section.theta, "gamma": section.gamma} if section.enabled else False
 
 
+def _carries(codec: str | None) -> bool:
+    return codec is not None
+
+
 def _offload(section: OffloadConfig) -> OffloadConfig | None:
     return None if section.device == "none" else section
 
@@ -86,6 +90,9 @@ _METHODS: Mapping[str, tuple[str | _Read, str]] = {
     "zero_offload_optimizer": (lambda s: _offload(s.zero_optimization.offload_optimizer), "Its section; None if off."),
     "zero_offload_param": (lambda s: _offload(s.zero_optimization.offload_param), "Its section; None if off."),
     "zero_cpu_offload": (lambda s: _offload(s.zero_optimization.offload_optimizer) is not None, "Whether it is on."),
+    "zero_hpz_partition_size": ("zero_optimization.node_size", "Ranks of a node, which hold a copy of the weights."),
+    "zero_quantized_gradients": (lambda s: _carries(s.zero_optimization.gradients_codec), "Whether a codec has them."),
+    "zero_quantized_weights": (lambda s: _carries(s.zero_optimization.weights_codec), "Whether a codec has them."),
     "zero_gather_16bit_weights_on_model_save": (lambda _: True, "Whether `save_16bit_model` writes all of it: always."),
     # Layer drop
     "pld_enabled": ("progressive_layer_drop.enabled", "Whether layers are dropped while the model trains."),
@@ -174,14 +181,11 @@ _FOREIGN = {
     "get_sequence_parallel_group": _NO_OTHER_PARALLELISM,
     "mpu": _NO_OTHER_PARALLELISM,
     "seq_data_parallel_group": _NO_GROUP,
-    "zero_hpz_partition_size": "stage 3 gathers over all ranks",
     "zero_max_live_parameters": "stage 3 gathers a layer at a time, and no number limits it",
     "zero_max_reuse_distance": "stage 3 gathers a layer at a time, and no number limits it",
     "zero_model_persistence_threshold": "stage 3 shards every parameter",
     "zero_param_persistence_threshold": "stage 3 shards every parameter",
     "zero_prefetch_bucket_size": "stage 3 gathers a layer at a time, the next one while it computes",
-    "zero_quantized_gradients": "what compresses gradients is the optimizer: OneBitAdam and its kin",
-    "zero_quantized_weights": "weights are gathered in the dtype that they compute in",
     "zero_sub_group_size": "each bucket is stepped by itself; zero_reduce_bucket_size() is its size",
 }
 

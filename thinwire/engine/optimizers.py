@@ -143,6 +143,13 @@ class OptimizerBuilder:
     def _shard(self, dtype: torch.dtype, averaging: Averaging, joined: Communicator) -> FsdpHooks:
         offload = self.config.zero_optimization.offload_param
         options: dict[str, Any] = {"offload": offload.device == "cpu", "pin": offload.pin_memory}
+        zero = self.config.zero_optimization
+        if joined.size % zero.node_size:
+            raise ValueError(
+                f'"zero_optimization.node_size" is {zero.node_size}, and the job has {joined.size} ranks: give a '
+                "divisor"
+            )
+        options["codecs"] = (zero.weights_codec, zero.gradients_codec, zero.node_size)
         before: dict[str, weakref.ref[Tensor]] = {name: weakref.ref(one) for name, one in self.model.named_parameters()}
         again = stage3.is_sharded_here(self.model)
         if any(one.is_meta for one in self.model.parameters()) and not again:

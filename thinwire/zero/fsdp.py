@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.compress.fully_sharded import FsdpHooks, fsdp_hooks
+from thinwire.compress.packet_layout import FsdpCodec
 from thinwire.zero.placement import Averaging
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ def shard_model(
     *,
     offload: bool,
     pin: bool,
+    codecs: tuple[FsdpCodec | None, FsdpCodec | None, int] = (None, None, 1),
     begin: Callable[[nn.Module, int], None] | None = None,
 ) -> FsdpHooks:
     """Replace every parameter by this rank's shard of it, in place: fp32, gathered in `dtype` when it is used.
@@ -150,21 +152,16 @@ def shard_model(
     Layers, the elements of repeated lists and the units of `prepared`, are gathered one at a time; the rest of the
     model as one. Nothing inside of a unit is a layer. Gradients are averaged over the ranks as soon as a layer's are
     complete, and add up in fp32; they travel in fp32 unless `averaging` says otherwise. Every rank must use the same
-    parameters in a backward. `offload` keeps the shards in CPU memory, page-locked with `pin`. Placeholders get their
-    values here, one parameter at a time, and so does a model on the meta device, of which `begin` gives values to layer
-    after layer, by number, and at last to the rest. Returns what counts the bytes sent.
+    parameters in a backward. `offload` keeps the shards in CPU memory, page-locked with `pin`. `codecs`: of
+    weights and gradients, and the ranks of a node. Placeholders get their values here, one parameter at a time, and so
+    does a model on the meta device, of which `begin` gives values to layer after layer, by number, and at last to the
+    rest. Returns what counts the bytes sent.
 
     A model that was sharded so before is left as it is. Raises ValueError for one that was sharded otherwise.
     """
-    asked = dtype, averaging, device.type, offload
-    if model in _sharded:
-        before, hooks = _sharded[model]
-        if before != asked:
-            raise ValueError(
-                "the model was sharded by an earlier thinwire.initialize, in another precision, averaging of gradients "
-                "or offload_param, which cannot change any more: keep them, or build the model anew"
-            )
-        return hooks
+    asked = dtype, averaging, device.type, offload, codecs
+    if (known := _sharded_before(model, asked)) is not None:
+        return known
     # Imported here, and not for DTensor's sake either: it takes half a second that only stage 3 should cost.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -190,8 +187,21 @@ def shard_model(
         _begin(model, layers, begin)
     if readers:
         _read_in(model, readers, torch.device("cpu") if offload else device)
-    hooks = fsdp_hooks(model, divide_first=averaging.divide_first)
+    weights, gradients, ranks = codecs
+    hooks = fsdp_hooks(
+        model, weights=weights, gradients=gradients, node_size=ranks, divide_first=averaging.divide_first
+    )
     _sharded[model] = asked, hooks
+    return hooks
+
+
+def _sharded_before(model: nn.Module, asked: object) -> FsdpHooks | None:
+    before, hooks = _sharded.get(model, (asked, None))
+    if before != asked:
+        raise ValueError(
+            "the model was sharded by an earlier thinwire.initialize, in another precision, averaging, codecs "
+            "or offload_param, which cannot change any more: keep them, or build the model anew"
+        )
     return hooks
 
 

@@ -154,7 +154,7 @@ class _FullyShardedHome(Home):
         self.watcher = BackwardWatcher(str, lambda: None)
         self.uncompressed_step_bytes = ring_bytes(comm.size, self.parameters)
         self._vote_comm = comm.duplicate()
-        self._hooks, self._dtype, self._device = hooks, dtype, device
+        self.hooks, self._dtype, self._device = hooks, dtype, device
         self._groups, self._max_norm = optimizer.param_groups, optimizer.max_norm
         self.reshard: Callable[[], None] = model.reshard  # has layers read their shards again
         self._stepped_apart = any(one.values is not one.shown for one in shards)
@@ -167,7 +167,7 @@ class _FullyShardedHome(Home):
     @property
     @override
     def bytes_sent(self) -> int:
-        return self._hooks.bytes_sent + self._vote_comm.traffic.bytes_sent
+        return self.hooks.bytes_sent + self._vote_comm.traffic.bytes_sent
 
     @override
     def model_state_bytes(self) -> dict[str, float]:
@@ -212,9 +212,9 @@ class _FullyShardedHome(Home):
             self.watcher.turn.moving = True
             self.steps += 1
             self._apply(gradients, clip_coefficient(self._max_norm, norm) / self.loss_scale)
-            self._hooks.weights_stepped()
+            self.hooks.weights_stepped()
         else:
-            self._hooks.drop_residuals()
+            self.hooks.drop_residuals()
         self.reshard()  # what a forward without backward has left gathered is out of date
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if finite else NOT_FINITE)
 
@@ -252,6 +252,7 @@ class _FullyShardedHome(Home):
     @override
     def load_weights(self, source: SliceSource) -> None:
         self.reshard()
+        self.hooks.reset()
         for shard in self.shards:
             shard.values.copy_(read_weight(source, torch.float32, shard.name, shard.start, shard.values.numel()))
         self._show(self.shards)
@@ -300,6 +301,7 @@ class _ShardState(ParameterState):
     @override
     def after_writing_weights(self, number: int, value: Tensor | None) -> None:
         self._home.reshard()  # layers are gathered from the shards
+        self._home.hooks.weights_stepped()
 
     @override
     def state(self, number: int, kind: str) -> Held:

@@ -28,6 +28,7 @@ SECTIONS = [
 ]
 SECTIONS += ["thinwire", "activation_checkpointing"]
 OLD = [f"zero_optimization.cpu_offload{rest}" for rest in ("", "_param", "_params", "_use_pin_memory")]
+OLD += [f"zero_optimization.zero_{rest}" for rest in ("quantized_weights", "quantized_gradients", "hpz_partition_size")]
 
 
 def all_keys() -> list[str]:
@@ -122,7 +123,13 @@ def test_a_section_that_is_not_supported_may_only_be_off(section: str) -> None:
         ("comet", {"enabled": True}, 'use "tensorboard", "csv_monitor" or "wandb"'),
         ("flops_profiler.step", 2, 'can only be 1, got 2: write "profile_step"'),
         ("autotuning", {"enabled": True}, "`thinwire plan` predicts step time and memory"),
-        ("zero_optimization.zero_quantized_weights", True, "can only be false, got true: ZeRO++ is not supported"),
+        ("zero_optimization.zero_quantized_weights", True, '"zero_optimization.weights_codec" is for stage 3: use'),
+        ("zero_optimization.zero_quantized_gradients", 4, 'must be true or false, got 4: true is "gradients_codec"'),
+        (
+            "zero_optimization.zero_hpz_partition_size",
+            0,
+            '"zero_optimization.node_size" must be a whole number, at least 1, got',
+        ),
         *(
             (path, "auto", f'"{path}" is "auto", which is filled in only by thinwire.hugging_face.Trainer(')
             for path in sorted(AUTO)

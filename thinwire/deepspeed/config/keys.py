@@ -96,10 +96,8 @@ DECLINED: Mapping[str, Declined] = {
     "bf16.bf16_optimizer_states": _off(_HALVES),
     "fp16.auto_cast": _off("inputs are yours to cast: give the model tensors in fp16"),
     # ZeRO
-    "zero_optimization.zero_quantized_weights": _off("ZeRO++ is not supported; OneBitAdam sends less"),
-    "zero_optimization.zero_quantized_nontrainable_weights": _off("ZeRO++ is not supported"),
-    "zero_optimization.zero_quantized_gradients": _off("ZeRO++ is not supported; OneBitAdam sends less"),
-    "zero_optimization.zeropp_loco_param": Declined("ZeRO++ is not; OneBitAdam sends less", (None,)),
+    "zero_optimization.zero_quantized_nontrainable_weights": _off('"zero_quantized_weights" carries these too'),
+    "zero_optimization.zeropp_loco_param": Declined("residuals are kept whole, and without options", (None,)),
     "zero_optimization.zenflow": Declined("every gradient is stepped with at its own step; delete it", (None,)),
     # Checkpoints
     "nebula": Declined('use "checkpoint": {"async_save": true}'),
@@ -175,7 +173,6 @@ _ZERO = {
     **_idle(bool, _CHECKPOINT, "pipeline_loading_checkpoint"),
     **_idle(bool, "it only checks and reports", "log_trace_cache_warnings", "enable_sanity_checks"),
     **_idle(bool, "momentum is never moved to NVMe", "save_muon_momentum_buffer_in_memory"),
-    **_idle(WholeNumber, "every shard lies on one rank, with no second copy inside a node", "zero_hpz_partition_size"),
     **_idle(WholeNumber, "parameters are sharded over all ranks", "mics_shard_size"),
     **_idle(bool, "parameters are sharded over all ranks", "mics_hierarchical_params_gather"),
 }

@@ -149,7 +149,7 @@ def respell(tree: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     if isinstance(zero := tree.get("zero_optimization"), bool):
         tree["zero_optimization"] = {"stage": int(zero)}
     elif isinstance(zero, Mapping):
-        tree["zero_optimization"] = _respell_offload(dict(zero), problems)
+        tree["zero_optimization"] = _respell_quantised(_respell_offload(dict(zero), problems), problems)
     _respell_clipping(tree, problems)
     return tree
 
@@ -168,6 +168,25 @@ def _respell_offload(zero: dict[str, Any], problems: list[str]) -> dict[str, Any
             _rename(zero, old, new, section, "zero_optimization.", problems)
         elif not isinstance(value, bool) and value not in (None, "auto"):
             problems.append(f'"zero_optimization.{old}" must be true or false, got {shown(value)}')
+    return zero
+
+
+_CODECS = {"zero_quantized_weights": ("weights_codec", "int8"), "zero_quantized_gradients": ("gradients_codec", "int4")}
+
+
+def _respell_quantised(zero: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """ZeRO++'s switches as the codecs that it has, and the ranks of its secondary partition as those of a node."""
+    for old, (new, codec) in _CODECS.items():
+        value = zero.pop(old, None)
+        if value is True:
+            _rename(zero, old, new, codec, "zero_optimization.", problems)
+        elif not isinstance(value, bool) and value not in (None, "auto"):
+            problems.append(
+                f'"zero_optimization.{old}" must be true or false, got {shown(value)}: true is "{new}": "{codec}"'
+            )
+    size = zero.pop("zero_hpz_partition_size", None)
+    if size not in (None, "auto"):
+        _rename(zero, "zero_hpz_partition_size", "node_size", size, "zero_optimization.", problems)
     return zero
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from thinwire.compress.packet_layout import BlockCodecName
+from thinwire.compress.packet_layout import BlockCodecName, FsdpCodec
 from thinwire.optim.settings import WholeNumber
 
 
@@ -154,6 +154,8 @@ class ZeroConfig(Section):
     `reduce_bucket_size`: elements of gradients that leave together, stages 0 to 2. `overlap_comm`: step() returns while
     new weights are still on their way, and the next forward waits for them layer by layer (stage 3 always works so).
     `ignore_unused_parameters` false, at stages 1 and 2: parameters without a gradient are an error at the step.
+    At stage 3 `weights_codec` and `gradients_codec` carry what leaves a node, of `node_size` ranks, which then keeps a
+    copy of the weights; see `thinwire.compress.fsdp_hooks`.
     """
 
     stage: WholeNumber = Field(default=0, ge=0, le=3)
@@ -162,6 +164,9 @@ class ZeroConfig(Section):
     ignore_unused_parameters: bool = True
     offload_optimizer: OffloadConfig = OffloadConfig()
     offload_param: OffloadConfig = OffloadConfig()
+    weights_codec: FsdpCodec | None = None
+    gradients_codec: FsdpCodec | None = None
+    node_size: WholeNumber = Field(default=1, ge=1)
     leaf_module: LeafModuleConfig = Field(default_factory=LeafModuleConfig)
 
 
@@ -243,7 +248,7 @@ class CheckpointConfig(Section):
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalized)] = "Warn"
 
 
-Travelling = Literal["none", "int8", "int4", "fp8", "bf16", "fp16"]
+Travelling = FsdpCodec
 
 
 class PipelineConfig(Section):

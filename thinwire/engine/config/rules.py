@@ -181,6 +181,8 @@ def _idle_keys(config: EngineConfig) -> Iterator[tuple[str, str]]:
     if zero.stage < 3 and zero.offload_param != OffloadConfig():
         why = f"at stage {zero.stage} every rank computes with its own whole parameters"
         yield "zero_optimization.offload_param", why
+    if zero.stage < 3 and zero.node_size > 1:
+        yield "zero_optimization.node_size", f"at stage {zero.stage} no weights are gathered in forward and backward"
     for key in ("offload_optimizer", "offload_param") if zero.stage == 3 else ("offload_optimizer",):
         offload = getattr(zero, key)
         if offload.device == "none" and offload.pin_memory:
@@ -204,10 +206,12 @@ def _unread(config: EngineConfig) -> Iterator[tuple[str, str]]:
 
 def check_combinations(config: EngineConfig) -> list[str]:
     """A sentence for each combination in `config` that cannot work."""
+    zero = config.zero_optimization
     return [
         *_precision(config),
         *_own_optimizer(config),
         *(_codec(config) if config.communication_codec is not None else ()),
+        *(_stage_3_codecs(zero) if zero.stage < 3 and (zero.weights_codec or zero.gradients_codec) else ()),
         *_sparse_attention(config),
         *_layer_drop(config),
         *(_parallelism(config) if config.pipeline.stages > 1 or config.tensor_parallel.autotp_size > 1 else ()),
@@ -303,6 +307,12 @@ def _codec(config: EngineConfig) -> Iterator[str]:
     for key in ("communication_data_type", "prescale_gradients", "gradient_predivide_factor"):
         if getattr(config, key) != EngineConfig.model_fields[key].get_default():
             yield f'"communication_codec" says how gradients travel, beside which "{key}" can do nothing: delete one'
+
+
+def _stage_3_codecs(zero: Any) -> Iterator[str]:
+    for key in ("weights_codec", "gradients_codec"):
+        if getattr(zero, key) is not None:
+            yield f'"zero_optimization.{key}" is for stage 3: use "communication_codec", or a 1-bit optimizer'
 
 
 def _sparse_attention(config: EngineConfig) -> Iterator[str]:
