@@ -35,10 +35,21 @@ _MODULE = "experiments.convergence.meshes"
 _LENGTH, _WINDOWS, _MICRO_BATCHES, _EVALUATED = 64, 4, 4, 8
 _RATE = 2e-3
 
+_ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": _RATE}}}
+
+
+def _stage_3(weights: str, gradients: str, node_size: int) -> dict[str, Any]:
+    return {"stage": 3, "weights_codec": weights, "gradients_codec": gradients, "node_size": node_size}
+
+
 CONTENDERS: dict[str, dict[str, Any]] = {
-    "AdamW": {"optimizer": {"type": "AdamW", "params": {"lr": _RATE}}},
-    "AdamW, int4": {"optimizer": {"type": "AdamW", "params": {"lr": _RATE}}, "communication_codec": "int4"},
+    "AdamW": _ADAMW,
+    "AdamW, int4": {**_ADAMW, "communication_codec": "int4"},
     "1-bit Adam": {"optimizer": {"type": "OneBitAdam", "params": {"lr": _RATE}}},
+    "stage 3": {**_ADAMW, "zero_optimization": {"stage": 3}},
+    "stage 3, int8": {**_ADAMW, "zero_optimization": _stage_3("int8", "int8", 1)},
+    "stage 3, int8 and int4, nodes of 2": {**_ADAMW, "zero_optimization": _stage_3("int8", "int4", 2)},
+    "stage 3, int4, nodes of 2": {**_ADAMW, "zero_optimization": _stage_3("int4", "int4", 2)},
 }
 """By name: the configuration's part."""
 
@@ -102,7 +113,9 @@ def _train(comm: Communicator, settings: _Settings, text: Text, name: str) -> di
     loss = torch.stack([engine.eval_batch(held_out) for _ in range(_EVALUATED)]).mean()
     sent = torch.tensor(float(optimizer.bytes_sent))
     comm.all_reduce(sent)
-    found = {"loss": float(loss), "sent": int(sent), "replicas_alike": _alike(comm, engine.comm, optimizer)}
+    found = {"loss": float(loss), "sent": int(sent)}
+    if "stage 3" not in name:  # whose ranks hold other parts
+        found["replicas_alike"] = _alike(comm, engine.comm, optimizer)
     engine.close()
     return found
 
@@ -130,7 +143,7 @@ def _parse(arguments: Sequence[str]) -> _Settings:
     parser = Parser(_MODULE, "Trains one GPT on a mesh of pipeline stages, replicas and tensor parallel parts.")
     parser.add_argument("--mesh", nargs=3, type=positive, default=[1, 2, 1], metavar=("STAGES", "REPLICAS", "PARTS"))
     parser.add_argument("--steps", type=positive, default=300)
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS], metavar="NAME")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS][:3], metavar="NAME")
     parser.add_argument("--output", type=Path, default=OUTPUT / "meshes.json", help="the JSON file")
     options: argparse.Namespace = parser.parse_args(arguments)
     check_writable(options.output.parent, "--output")
