@@ -198,7 +198,7 @@ def refuse() -> None:
     refused(ValueError, "apply torch's fully_shard to all of it first", lambda: fsdp_hooks(whole, weights="int8"))
     model: Any = fully_shard(nn.Linear(4, 4))
     for wrong, says in (
-        ({"weights": "sign1"}, "weights must be one of int8, int4"),
+        ({"weights": "sign1"}, "weights must be one of none, int8, int4"),
         ({"gradients": 4}, "gradients must be one of"),
         ({"node_size": 3}, "divides the mesh's 4, got 3"),
         ({"weights": "int8" if dist.get_rank() else "int4"}, "weights"),
