@@ -135,6 +135,7 @@ def test_remarks_stay_with_a_configuration_that_is_loaded_again() -> None:
         (zero(stage=1, overlap_comm=True) | {"optimizer": {"type": "ZeroOneAdam"}}, ["ZERO.overlap_comm"]),
         (zero(stage=2, offload_param=PINNED), ["ZERO.offload_param"]),
         (zero(stage=1, offload_optimizer=PINNED | {"device": "none"}), ["ZERO.offload_optimizer.pin_memory"]),
+        (zero(stage=1, offload_optimizer=PINNED | {"nvme_path": "/d"}), ["ZERO.offload_optimizer.nvme_path"]),
         (
             zero(stage=3, reduce_bucket_size=1e6, allgather_bucket_size=0),
             ["ZERO.allgather_bucket_size", "ZERO.reduce_bucket_size"],

@@ -217,11 +217,32 @@ def test_every_key_of_averaging_trains_as_without_it_up_to_rounding(stage: int, 
         assert not torch.equal(narrow, expected)
 
 
-NONE, CPU = OffloadConfig(), OffloadConfig(device="cpu")
+def test_state_on_a_disk_learns_and_resumes_alike(tmp_path) -> None:
+    offload = {"device": "nvme", "nvme_path": str(tmp_path / "disk")}
+    nvme = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 6000, "offload_optimizer": offload}}
+
+    def rank(comm: Communicator) -> None:
+        memory, disk = (make_engine(comm, settings(2, gradient_clipping=0.5, **more, **BF16)) for more in ({}, nvme))
+        assert train(disk, range(4)) == train(memory, range(4))
+        assert disk.save_checkpoint(tmp_path / "saved")
+        expected = train(memory, range(4, 7))
+        disk.optimizer.close()
+        for more in (nvme, {}):
+            resumed = make_engine(comm, settings(2, gradient_clipping=0.5, **more, **BF16), seed=1)
+            resumed.load_checkpoint(tmp_path / "saved")
+            assert train(resumed, range(4, 7)) == expected
+            assert equal(weights(resumed), weights(memory))
+            resumed.optimizer.close()
+
+    threads.run(rank, 2)
+
+
+NONE, CPU, NVME = OffloadConfig(), OffloadConfig(device="cpu"), OffloadConfig(device="nvme", nvme_path="/nvme")
 
 
 @pytest.mark.parametrize(
-    ("state", "shards", "expected"), [(NONE, NONE, None), (CPU, CPU, None), (CPU, NONE, "cpu"), (NONE, CPU, "cuda:0")]
+    ("state", "shards", "expected"),
+    [(NONE, NONE, None), (CPU, CPU, None), (CPU, NONE, "cpu"), (NONE, CPU, "cuda:0"), (NVME, CPU, None)],
 )
 def test_state_lies_apart_where_one_of_the_two_is_offloaded(state, shards, expected: str | None) -> None:
     zero = ZeroConfig(stage=3, offload_optimizer=state, offload_param=shards)

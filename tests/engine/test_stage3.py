@@ -200,13 +200,22 @@ def state_apart_from_the_shards(comm: Communicator, folder: Path) -> None:
     assert torch.equal(everything(engine), everything(plain))
     other.load_checkpoint(folder / "apart", tag="apart")
     assert train(other, range(3, 6)) == expected[3:]
+    # And in files of a disk.
+    nvme = {"device": "nvme", "nvme_path": str(folder / "disk")}
+    on_disk = make_engine(comm, settings(3, zero_optimization={"stage": 3, "offload_optimizer": nvme}), seed=4)
+    on_disk.load_checkpoint(folder / "apart", tag="apart")
+    assert on_disk.save_checkpoint(folder / "disk saves", tag="apart")
+    other.load_checkpoint(folder / "disk saves", tag="apart")
+    assert train(on_disk, range(3, 6)) == expected[3:]
+    assert train(other, range(3, 6)) == expected[3:]
     # What somebody writes into the parameters is what goes on from there.
-    for one in (engine, plain):
+    for one in (engine, plain, on_disk):
         with torch.no_grad():
             for parameter in one.module.parameters():
                 parameter.mul_(0.5)
     assert torch.equal(everything(engine), everything(plain))
-    assert train(engine, range(6, 8)) == train(plain, range(6, 8))
+    assert train(engine, range(6, 8)) == train(plain, range(6, 8)) == train(on_disk, range(6, 8))
+    on_disk.optimizer.close()
 
 
 def everything(engine: Engine) -> torch.Tensor:

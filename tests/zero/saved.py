@@ -56,7 +56,7 @@ class Saved:
 def save(comm: Communicator, optimizer: ShardedOptimizer) -> tuple[list[SavedSlice], dict[str, Tensor], dict[str, Any]]:
     """What this rank saves, copied."""
     slices = [
-        SavedSlice(one.kind, one.name, one.start, one.tensor.detach().clone()) for one in optimizer.saved_slices()
+        SavedSlice(one.kind, one.name, one.start, one.values().detach().clone()) for one in optimizer.saved_slices()
     ]
     own = {key: tensor.detach().clone() for key, tensor in optimizer.rank_tensors().items()}
     return slices, own, optimizer.counters()

@@ -204,4 +204,4 @@ FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam")
 CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam")
 FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb")
 SparseAttnBuilder = _builder("SparseAttnBuilder", "sparse_attn")
-AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io")  # for swapping to NVMe, which thinwire does not do
+AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io")  # for swapping to NVMe, which here needs no extension

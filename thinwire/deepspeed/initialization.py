@@ -184,7 +184,7 @@ def _refuse_as_deepspeed(settings: EngineConfig, tree: Mapping[str, Any], optimi
                 f'"zero_allow_untested_optimizer" is false, and {name} is none of torch\'s: delete the key where the '
                 "class steps every element by itself, as any elementwise optimizer can be sharded"
             )
-        offloads = settings.zero_optimization.offload_optimizer.device == "cpu"
+        offloads = settings.zero_optimization.offload_optimizer.device != "none"
         forced = tree.get("zero_force_ds_cpu_optimizer") is True
         if offloads and forced and not isinstance(optimizer, DeepSpeedCPUAdam | FusedLion):
             raise ZeRORuntimeException(

@@ -25,7 +25,7 @@ ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"
 ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER = "onebitadam", "onebitlamb", "zerooneadam"
 ADAGRAD_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "adagrad", "lion", "muon"
 
-MIN_SWAPPABLE_BYTES = 1 << 20  # the smallest size that DeepSpeed swaps to NVMe, which thinwire does not do
+MIN_SWAPPABLE_BYTES = 1 << 20  # the smallest size that DeepSpeed swaps to NVMe; here all state goes
 INITIAL_LOSS_SCALE, SCALE_WINDOW, MIN_LOSS_SCALE = "init_scale", "scale_window", "min_scale"
 DELAYED_SHIFT, CONSECUTIVE_HYSTERESIS = "delayed_shift", "consecutive_hysteresis"
 partitioned_param_data_shape = [0]  # what a parameter that zero.Init has cut shows
@@ -122,7 +122,7 @@ class DeepSpeedConfigModel(BaseModel):
 
 
 class OffloadDeviceEnum(StrEnum):
-    """Where state is offloaded to; thinwire has no NVMe."""
+    """Where state is offloaded to."""
 
     none = "none"
     cpu = "cpu"

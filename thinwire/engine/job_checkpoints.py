@@ -332,7 +332,7 @@ class JobCheckpoints:
         for one in self._job.optimizer.saved_slices():
             if one.kind == "master" and one.name in missing:
                 # Values of their own: loading writes to the memory that these are views of.
-                kept.append(SavedSlice(one.kind, one.name, one.start, one.tensor.clone()))
+                kept.append(SavedSlice(one.kind, one.name, one.start, one.values().clone()))
         found.kept = OwnSlices(found.world_size, {}, kept, {})
 
     def _check(self, found: LoadedCheckpoint, parts: Parts) -> None:

@@ -9,6 +9,7 @@ import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -31,10 +32,10 @@ from thinwire.zero import fsdp as stage3
 from thinwire.zero.fsdp_optimizer import FullyShardedOptimizer
 from thinwire.zero.home import NOT_STEPPED
 from thinwire.zero.initial_values import InitialValues
-from thinwire.zero.optimizer import OptimizerClass
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.saved_state import SavedSlice
+from thinwire.zero.shard_optimizer import OptimizerClass
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 Named = Literal["gloo", "nccl", "mpi"]
@@ -103,7 +104,10 @@ class OptimizerBuilder:
         config, options, what = self.config, dict(recipe.options), recipe.optimizer
         clipping = {"max_norm": config.gradient_clipping}
         offload = config.zero_optimization.offload_optimizer
-        offloading = {"offload": offload.device == "cpu", "pin_memory": offload.pin_memory}
+        offloading = {
+            "offload": _disk(config.zero_optimization) or offload.device == "cpu",
+            "pin_memory": offload.pin_memory,
+        }
         optimizer: SynchronizedOptimizer
         if isinstance(what, LocalUpdates | OptimizerEntry):
             comm = communicator_of(options.pop("comm_backend_name", None), self.comm, self.device)
@@ -216,6 +220,7 @@ class OptimizerBuilder:
             times_mean=averaging.times_mean(comm.size),
             stepped_on=_stepped_on(zero, self.device),
             pin=zero.offload_optimizer.pin_memory,
+            disk=_disk(zero),
             **recipe.options,
         )
 
@@ -223,9 +228,14 @@ class OptimizerBuilder:
 def _stepped_on(zero: ZeroConfig, device: torch.device) -> torch.device | None:
     """Where optimizer state lies at stage 3, if not beside the shards of the parameters."""
     state, shards = zero.offload_optimizer.device, zero.offload_param.device
-    if device.type == "cpu" or state == shards:
+    if device.type == "cpu" or state in (shards, "nvme"):
         return None
     return torch.device("cpu") if state == "cpu" else device
+
+
+def _disk(zero: ZeroConfig) -> Path | None:
+    offload = zero.offload_optimizer
+    return Path(offload.nvme_path) if offload.device == "nvme" and offload.nvme_path else None
 
 
 class CallError(RuntimeError, AssertionError):

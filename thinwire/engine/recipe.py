@@ -23,7 +23,7 @@ from thinwire.optim.exact import UNCORRECTED
 from thinwire.optim.muon import mark_matrices
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.registry import OptimizerEntry
-from thinwire.zero.optimizer import OptimizerClass
+from thinwire.zero.shard_optimizer import OptimizerClass
 
 GivenOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 GivenSchedule = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]

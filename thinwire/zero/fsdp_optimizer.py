@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from thinwire.comm import Communicator
 from thinwire.compress import FsdpHooks
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.bucket_layout import model_state_formula
+from thinwire.zero.disk import Disk
 from thinwire.zero.fsdp import is_sharded, local_run
 from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, Home, ParameterState, StepResult, ring_bytes
 from thinwire.zero.master_weights import Run
-from thinwire.zero.optimizer import OptimizerClass, ShardOptimizer, is_of_elements
 from thinwire.zero.rank_checks import clip_coefficient
 from thinwire.zero.saved_state import STATE_IS_ON_ALL_RANKS, SavedSlice, SliceSource, read_weight
+from thinwire.zero.shard_on_disk import check_in_memory, on_disk
+from thinwire.zero.shard_optimizer import OptimizerClass, ShardOptimizer
 from thinwire.zero.sharded_home import NOT_FINITE, norm_of_averages
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
@@ -62,7 +65,8 @@ class FullyShardedOptimizer(SynchronizedOptimizer):
         max_norm: the averaged gradient's global norm is clipped to it; 0 does not clip.
         times_mean: how many times the mean over the ranks the wanted gradient is.
         stepped_on: where optimizer state lies, beside a copy of the weights, and is stepped, if not where the shards
-            lie: with `pin`, in page-locked memory.
+            lie: with `pin`, in page-locked memory. disk: a folder in which state rests instead, and is stepped on the
+            CPU.
     """
 
     _home: _FullyShardedHome
@@ -83,6 +87,7 @@ class FullyShardedOptimizer(SynchronizedOptimizer):
         times_mean: float = 1.0,
         stepped_on: torch.device | None = None,
         pin: bool = False,
+        disk: Path | None = None,
         **options: Any,
     ) -> None:
         super().__init__(groups, optimizer_class([torch.zeros(1)], **options).defaults)
@@ -95,7 +100,7 @@ class FullyShardedOptimizer(SynchronizedOptimizer):
                 values = shown if stepped_on is None else _copy_on(stepped_on, shown, pin)
                 shards.append(_Shard(names[id(parameter)], parameter, number, start, shown, values))
 
-        home = _FullyShardedHome(self, model, shards, partial(optimizer_class, **options), hooks, dtype, device)
+        home = _FullyShardedHome(self, model, shards, partial(optimizer_class, **options), hooks, dtype, device, disk)
         self._saved_name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
         self._move_in(home, times_mean)
 
@@ -146,6 +151,7 @@ class _FullyShardedHome(Home):
         hooks: FsdpHooks,
         dtype: torch.dtype,
         device: torch.device,
+        disk: Path | None,
     ) -> None:
         self.comm = comm = optimizer.comm
         self.shards = shards
@@ -162,7 +168,9 @@ class _FullyShardedHome(Home):
         self._held = {number: shard for number, shard in enumerate(shards) if shard.values.numel()}
         runs = [Run(number, one.start, slice(0, one.values.numel())) for number, one in self._held.items()]
         values = [one.values for one in self._held.values()]
-        self.inner = ShardOptimizer(runs, values, self._groups, [one.group for one in shards], optimizer_class)
+        given = runs, values, self._groups, [one.group for one in shards], optimizer_class
+        self.disk = None if disk is None else Disk(disk, comm)
+        self.inner = ShardOptimizer(*given) if self.disk is None else on_disk(self.disk, self.names, *given)
 
     @property
     @override
@@ -173,7 +181,7 @@ class _FullyShardedHome(Home):
     def model_state_bytes(self) -> dict[str, float]:
         kinds = {one.kind for one in self._state_slices()}
         elements = sum(parameter.numel() for parameter in self.parameters)
-        vectors = sum(not kind.startswith("scalar.") for kind in kinds)
+        vectors = sum(not kind.startswith("scalar.") for kind in kinds) if self.disk is None else 0
         return model_state_formula(
             3, elements, self.comm.size, element_bytes=self._dtype.itemsize, state_bytes=4 * vectors
         )
@@ -182,13 +190,11 @@ class _FullyShardedHome(Home):
     def parameter_state(self) -> ParameterState:
         return _ShardState(self)
 
-    def state_of(self, number: int) -> dict[str, Any]:
-        """The optimizer's state of this rank's shard of a parameter."""
-        return self.inner.state_of([*self._held].index(number)) if number in self._held else {}
-
     @override
     def close(self) -> None:
         self._vote_comm.close()
+        if self.disk is not None:
+            self.disk.close()
 
     @override
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
@@ -224,7 +230,11 @@ class _FullyShardedHome(Home):
             if gradient is not None:
                 gradient.mul_(coefficient)
         held = [(shard, gradients[number]) for number, shard in self._held.items()]
+        if self.disk is not None:
+            self.disk.ring.expect(self.inner.files)
         self.inner.step([None if one is None else one.to(shard.values.device) for shard, one in held])
+        if self.disk is not None:
+            self.disk.finish()
         self._show(shard for shard, gradient in held if gradient is not None)
 
     # Checkpoints
@@ -305,10 +315,11 @@ class _ShardState(ParameterState):
 
     @override
     def state(self, number: int, kind: str) -> Held:
-        start, _ = local_run(self.parameter(number))
-        values = self._home.state_of(number).get(kind)
-        held = [Fragment(start, values)] if isinstance(values, Tensor) and is_of_elements(values) else []
-        return Held(held, self.comm.size == 1, known=kind in self.kinds())
+        return Held(self._home.inner.fragments(number, kind), self.comm.size == 1, known=kind in self.kinds())
+
+    @override
+    def check_may_write_state(self, kind: str) -> None:
+        check_in_memory(self._home.disk, kind)
 
     @override
     def gradient(self, number: int) -> Held | None:

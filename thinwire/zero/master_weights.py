@@ -18,7 +18,7 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import check_same_on_every_rank, link_nodes, on_every_rank
 from thinwire.zero.bucket_layout import BucketLayout, Slot
 from thinwire.zero.gradient_seal import whole_of
-from thinwire.zero.placement import Placement, Sharding, WeightGate
+from thinwire.zero.placement import MovedOut, Placement, Sharding, WeightGate
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.replica import Replica, fsdp_parts, kind_of
 from thinwire.zero.saved_state import SavedSlice, SliceSource, read_weight
@@ -67,7 +67,8 @@ class FlatBucket:
         self.seed = index if tie < 0 else (1 << 19) + tie
         self._shapes = {slot: one.shape for slot, one in self.members()}
         self.flat = torch.zeros(layout.padded_numel, dtype=dtype, device=self.parameters[0].device)
-        self._initial = None if dtype == torch.float32 else self._initial_values(whole=model.sharding.stage == 0)
+        rounds = any(parameter.dtype != dtype for parameter in self.parameters)
+        self._initial = self._initial_values(whole=model.sharding.stage == 0) if rounds else None
         self._addresses, self._versions = [], []
         for slot, parameter in self.members():
             view = self.view(self.flat, slot)
@@ -131,9 +132,8 @@ class FlatBucket:
             if parameter.data_ptr() != self._addresses[number]:
                 parameter.data = parameter.detach().clone()
 
-    def take_initial(self) -> Tensor:
-        """The values that the parameters had before they were rounded, fp32; forgotten here."""
-        assert self._initial is not None
+    def take_initial(self) -> Tensor | None:
+        """The values that the parameters had before they were rounded, fp32, if they were; forgotten here."""
         initial, self._initial = self._initial, None
         return initial
 
@@ -152,6 +152,7 @@ class MasterWeights:
 
     fp32 parameters are their own master weights, unless `offload` keeps them in CPU memory, page-locked with
     `pin_memory`, for parameters on a GPU, or they may be `ahead` of the parameters, as their differences are rounded.
+    Once `moved_out` to a disk, with the state, `weights` and `views` are this rank's part of the parameters themselves.
 
     `runs`: the stretches of parameters that this rank keeps, with places in `weights`. `views`: their weights, fp32,
     one-dimensional. `offloaded`: whether they are in CPU memory, and the parameters are not. `separate`: whether they
@@ -163,7 +164,8 @@ class MasterWeights:
         self.ahead = sharding.codecs is not None and not self.whole
         self.send: Callable[[Tensor], Callable[[], None]] | None = None
         self.offloaded = sharding.offload and bucket.flat.device.type != "cpu"
-        self.separate = self.offloaded or self.ahead or bucket.dtype != torch.float32
+        self.separate = self.offloaded or self.ahead or (bucket.dtype != torch.float32 and sharding.disk is None)
+        self.moved_out: MovedOut | None = None
         self._pin_memory = sharding.pin_memory
         self.runs = runs_in(bucket.layout, slice(0, bucket.layout.numel)) if self.whole else bucket.own_runs
         self.weights = self._initial_weights()
@@ -225,9 +227,13 @@ class MasterWeights:
             torch.accelerator.current_stream(self.bucket.flat.device).synchronize()  # earlier weights may be leaving
         for run, view in zip(self.runs, self.views, strict=True):
             view.copy_(read_weight(source, torch.float32, names[run.parameter], run.start, run.numel))
+        if self.moved_out is not None:
+            self.moved_out.load_weights(source, names)
 
     def take_over(self, parameters: Collection[int]) -> None:
         """Have the values that these parameters show, by number."""
+        if self.moved_out is not None:
+            self.moved_out.take_over(parameters)
         if self.separate:
             shown = self.bucket.flat[self.held]
             for run, view in zip(self.runs, self.views, strict=True):
@@ -238,10 +244,10 @@ class MasterWeights:
         replica = self.bucket.flat if self.whole else self.bucket.shard_of(self.bucket.flat)
         if not self.separate:
             return replica.detach()
-        if self.bucket.dtype == torch.float32:
-            return self._rest(replica.detach().to("cpu", copy=True)) if self.offloaded else replica.detach().clone()
-        weights = self.bucket.take_initial()
-        return self._rest(weights.to("cpu")) if self.offloaded else weights
+        initial = self.bucket.take_initial()
+        if initial is None:
+            initial = replica.detach().to("cpu" if self.offloaded else replica.device, torch.float32, copy=True)
+        return self._rest(initial.to("cpu")) if self.offloaded else initial
 
     def _rest(self, weights: Tensor) -> Tensor:
         return weights.pin_memory() if self._pin_memory else weights

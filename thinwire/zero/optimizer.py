@@ -3,9 +3,12 @@ gradients are divided among the ranks of any Communicator."""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +23,15 @@ from thinwire.comm.launch import join
 from thinwire.compress.packet_layout import CodecName
 from thinwire.zero import rounded
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, model_state_formula
+from thinwire.zero.disk import Disk
 from thinwire.zero.gradients import averaging_gradients
 from thinwire.zero.home import NO_GRADIENTS, Held, ParameterState, StepResult
-from thinwire.zero.master_weights import FlatBucket, Run, ShardedParameters, bring_beside
+from thinwire.zero.master_weights import ShardedParameters, bring_beside
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_same_kind, clip_coefficient, compare_replicas
-from thinwire.zero.saved_state import SavedSlice, SliceSource, group_settings, read_state, state_slices
+from thinwire.zero.saved_state import SavedSlice, SliceSource
+from thinwire.zero.shard_on_disk import MASTER, ShardOptimizerOnDisk, check_in_memory
+from thinwire.zero.shard_optimizer import OptimizerClass, ShardOptimizer
 from thinwire.zero.sharded_home import (
     NOT_FINITE,
     BucketParameterState,
@@ -34,118 +40,8 @@ from thinwire.zero.sharded_home import (
     Vote,
     check_interval,
     norm_of_own,
-    own_fragments,
 )
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
-
-OptimizerClass = Callable[..., torch.optim.Optimizer]
-
-
-class ShardOptimizer:
-    """A torch optimizer over what this rank keeps of some parameters.
-
-    It sees each of `views`, the values of `runs`, as a parameter of its own, one-dimensional, in the parameter's group:
-    elementwise optimizers do not care where a tensor was cut. `optimizer`: None on a rank that keeps nothing.
-
-    Args:
-        runs: parts of parameters, by the parameters' numbers; `views`: their values, fp32.
-        groups: the parameter groups, whose settings every step has; `group_of`: each parameter's.
-        optimizer_class: builds the torch optimizer of groups.
-        bucket: that they lie in; where parameters have one owner, groups have their "shapes", for optimizers that care.
-    """
-
-    def __init__(
-        self,
-        runs: Sequence[Run],
-        views: Sequence[Tensor],
-        groups: Sequence[Mapping[str, Any]],
-        group_of: Sequence[int],
-        optimizer_class: OptimizerClass,
-        bucket: FlatBucket | None = None,
-    ) -> None:
-        self._runs = runs
-        self._views = views
-        self._groups = groups
-        self._members = {
-            number: [(run, view) for run, view in zip(runs, views, strict=True) if group_of[run.parameter] == number]
-            for number in sorted({group_of[run.parameter] for run in runs})
-        }
-        self._optimizer_class = optimizer_class
-        self._shape_of = bucket.shape_of if bucket is not None and bucket.layout.whole else None
-        self.reset()
-
-    def reset(self) -> None:
-        """Have a new optimizer, without state."""
-        self.optimizer: torch.optim.Optimizer | None = None
-        if self._members:
-            self.optimizer = self._build(self._members)
-
-    def shown(self) -> torch.optim.Optimizer:
-        """The torch optimizer; where nothing is kept, the class and the groups' settings, with no parameter in them."""
-        return self.optimizer or self._build({number: [] for number in range(len(self._groups))})
-
-    def step(self, gradients: Sequence[Tensor | None]) -> None:
-        """Step every view with its gradient, and leave those without one alone."""
-        if self.optimizer is None:
-            return
-        for view, gradient in zip(self._views, gradients, strict=True):
-            view.grad = gradient
-        for number, inner in zip(self._members, self.optimizer.param_groups, strict=True):
-            inner.update(group_settings(self._groups[number]))
-        self.optimizer.step()
-        for view in self._views:
-            view.grad = None
-
-    def state_of(self, run: int) -> dict[str, Any]:
-        """The state of the run with this number, empty for one that was never stepped."""
-        state: dict[str, Any] = {} if self.optimizer is None else self.optimizer.state.get(self._views[run], {})
-        return state
-
-    @property
-    def states(self) -> list[dict[str, Any]]:
-        """The state of every run."""
-        return [self.state_of(run) for run in range(len(self._runs))]
-
-    def kinds(self) -> set[str]:
-        """The kinds of state that have a value for each element, of any parameter."""
-        return {kind for state in self.states for kind, value in state.items() if is_of_elements(value)}
-
-    def state_bytes(self) -> int:
-        """Of the state that this rank holds, step counts left out."""
-        values = (value for state in self.states for value in state.values())
-        return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.dim())
-
-    def saved_slices(self, names: Sequence[str], cuts: Iterable[tuple[int, slice]]) -> list[SavedSlice]:
-        """The state of the elements `cuts`, by run."""
-        slices: list[SavedSlice] = []
-        for number, cut in cuts:
-            run = self._runs[number]
-            slices += state_slices(self.state_of(number), names[run.parameter], run.start + cut.start, cut, run.numel)
-        return slices
-
-    def load(self, source: SliceSource, names: Sequence[str]) -> None:
-        """Take over the optimizer's state."""
-        if self.optimizer is not None:
-            in_order = [run for members in self._members.values() for run, _ in members]
-            state = [read_state(source, names[run.parameter], run.start, run.numel) for run in in_order]
-            packed = self.optimizer.state_dict()
-            # Copies, as what was read may be the memory of a state_dict, which torch would share.
-            packed["state"] = {place: copy.deepcopy(of_run) for place, of_run in enumerate(state) if of_run}
-            self.optimizer.load_state_dict(packed)
-
-    def _build(self, members: Mapping[int, Sequence[tuple[Run, Tensor]]]) -> torch.optim.Optimizer:
-        groups = []
-        for number, held in members.items():
-            group = {**group_settings(self._groups[number]), "params": [view for _, view in held]}
-            if self._shape_of is not None:
-                group["shapes"] = [self._shape_of(run.parameter) for run, _ in held]
-            groups.append(group)
-        return self._optimizer_class(groups)
-
-
-def is_of_elements(value: Any) -> bool:
-    """Whether state has a value for each element of a run."""
-    return isinstance(value, Tensor) and value.dim() == 1
 
 
 class ShardedOptimizer(SynchronizedOptimizer):
@@ -169,7 +65,8 @@ class ShardedOptimizer(SynchronizedOptimizer):
             owner.
         bucket_bytes: gradients that leave together; block_size: shards are whole blocks of so many elements.
         max_norm: the averaged gradient's global norm is clipped to it; 0 and None do not clip.
-        offload, pin_memory: keep master weights, page-locked, and state in CPU memory, for parameters on a GPU.
+        offload, pin_memory: keep master weights, page-locked, and state in CPU memory, for parameters on a GPU. With a
+            folder of an NVMe disk they rest in files there, each rank's its own, and steps are on the CPU.
         averaging: the dtypes in which gradients add up and travel, division before they are summed, and sums in place
             of means; by default none of it.
         codec: round what is sent, with error feedback: gradients through `int4`, `int8`, `fp8`, `stat2` or `sign1`, and
@@ -199,7 +96,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
         param_dtype: torch.dtype | None = None,
         bucket_bytes: int = LARGEST_BUCKET_BYTES,
         max_norm: float | None = 0.0,
-        offload: bool = False,
+        offload: bool | str | os.PathLike[str] = False,
         pin_memory: bool = True,
         block_size: int = 2048,
         averaging: Averaging = PLAIN_AVERAGING,
@@ -214,10 +111,12 @@ class ShardedOptimizer(SynchronizedOptimizer):
         self.max_norm = max_norm = 0.0 if max_norm is None else max_norm
         self._saved_name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
         whole = getattr(optimizer_class, "whole_parameters", Sharding.whole_parameters)
-        laid_out = stage, param_dtype, bucket_bytes, block_size, max_norm, offload, pin_memory, averaging, whole
+        disk = None if isinstance(offload, bool) else Path(offload)
+        in_memory = bool(offload) and disk is None, pin_memory
+        laid_out = stage, param_dtype, bucket_bytes, block_size, max_norm, *in_memory, averaging, whole
         pairs = ((one, one if stage == 0 else "int8") if isinstance(one, str) else one for one in (codec, rest_codec))
         by, told = nodes if codec is not None else "flat", {"resync_interval": resync_interval}
-        sharding = Sharding(*laid_out, by, next(pairs), next(pairs), low_rank)
+        sharding = Sharding(*laid_out, by, next(pairs), next(pairs), low_rank, disk)
         error: Exception | None = None
         try:
             if codec is None and not isinstance(nodes, str):
@@ -257,10 +156,18 @@ class _ElementwiseHome(ShardedHome):
         self.rounded = rounded.rounded_gradients(parameters, self.watcher.seal, lambda: self.loss_scale)
         self.gradients = self.rounded or averaging_gradients(parameters, self.watcher.seal)
         groups, group_of = parameters.groups, parameters.order.group_of
+        disk = self.disk = None if sharding.disk is None else Disk(sharding.disk, self.comm)
+        build = ShardOptimizer if disk is None else partial(ShardOptimizerOnDisk, disk=disk, names=self.names)
         self.optimizers = [
-            ShardOptimizer(one.runs, one.views, groups, group_of, optimizer_class, one.bucket)
-            for one in parameters.masters
+            build(one.runs, one.views, groups, group_of, optimizer_class, one.bucket) for one in parameters.masters
         ]
+        if disk is not None:
+            disk.begin()
+            for one, kept in zip(self.optimizers, parameters.masters, strict=True):
+                assert isinstance(one, ShardOptimizerOnDisk)
+                initial, kept.moved_out = kept.bucket.take_initial(), one
+                one.begin(None if initial is None else [initial[run.place] for run in kept.runs])
+            disk.finish()
         self.watcher.use(self.gradients, self._keeps_gradients)
         self._comparisons = ComparisonTimes(resync_interval)
 
@@ -277,20 +184,24 @@ class _ElementwiseHome(ShardedHome):
             filled = [number for number, gradients in enumerate(self.gradients) if gradients.filled]
 
             def move(number: int) -> None:
-                masters = self._parameters.masters[number]
-                if not masters.runs:
+                kept = self._parameters.masters[number]
+                if not kept.runs:
                     return
                 gradient = self.gradients[number].average.to(torch.float32)
                 if coefficient != 1.0:
                     gradient.mul_(coefficient)
-                (beside,) = bring_beside([masters], [gradient])
+                (beside,) = bring_beside([kept], [gradient])
                 self.optimizers[number].step(
-                    [None if run.parameter in vote.absent else beside[run.place] for run in masters.runs]
+                    [None if run.parameter in vote.absent else beside[run.place] for run in kept.runs]
                 )
 
             for one in self.rounded:
                 one.commit()
+            if self.disk is not None:
+                self.disk.ring.expect(file for number in reversed(filled) for file in self.optimizers[number].files)
             self._parameters.move_and_publish(filled, move)
+            if self.disk is not None:
+                self.disk.finish()
             if (self.rounded or self._parameters.sharding.stage == 0) and self._comparisons.due(self.steps, True):
                 self._compare_replicas()
         self.end_step()
@@ -373,7 +284,15 @@ class _ElementwiseHome(ShardedHome):
         )
         if any(one.layout.whole for one in self._parameters.buckets):  # other kinds of state, and unequal shares
             found["optimizer state"] = float(sum(one.state_bytes() for one in self.optimizers))
+        if self.disk is not None:
+            found |= {"masters": 0.0, "optimizer state": 0.0}
         return found | rounded.bytes_of_rounding(self.rounded, self._parameters)
+
+    @override
+    def close(self) -> None:
+        super().close()
+        if self.disk is not None:
+            self.disk.close()
 
 
 class _ElementwiseState(BucketParameterState):
@@ -387,10 +306,25 @@ class _ElementwiseState(BucketParameterState):
         return gradients.average if gradients.filled else None
 
     @override
+    def weights(self, number: int) -> Held:
+        held = super().weights(number)
+        kept = self._home.optimizers[self._bucket_of(number)].fragments(number, MASTER)
+        return replace(held, fragments=kept) if kept else held
+
+    @override
+    def after_writing_weights(self, number: int, value: Tensor | None) -> None:
+        super().after_writing_weights(number, value)
+        keeper = self._home.optimizers[self._bucket_of(number)]
+        if value is not None and isinstance(keeper, ShardOptimizerOnDisk):
+            keeper.write_weights(number, value.reshape(-1))
+
+    @override
+    def check_may_write_state(self, kind: str) -> None:
+        check_in_memory(self._home.disk, kind)
+
+    @override
     def state_in(self, bucket: int, number: int, kind: str) -> Held:
-        found = [state.get(kind) for state in self._home.optimizers[bucket].states]
-        values = [one if is_of_elements(one) else None for one in found]
-        fragments = own_fragments(self._parameters.masters[bucket], number, values)
+        fragments = self._home.optimizers[bucket].fragments(number, kind)
         return Held(fragments, self._parameters.sharding.stage == 0, known=kind in self.kinds())
 
     @override

@@ -4,9 +4,11 @@ and of the averaging of gradients; and what waits for new weights that are on th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from thinwire.compress.packet_layout import CODE_BITS, CodecName, scale_block
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, BucketLayout, partition, partition_whole
 from thinwire.zero.rank_checks import check_parameters
 from thinwire.zero.replica import LocalPart, is_cut, kind_of, local_part
+from thinwire.zero.saved_state import SliceSource
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -194,7 +197,7 @@ def _names(groups: Sequence[Mapping[str, Any]], named: Iterable[tuple[str, Tenso
 class Sharding:
     """How a model is laid out: see ShardedOptimizer for each of them. `whole_parameters`: of a group, whether its
     parameters have one owner each; `rest_codecs`: where some have, those of the others; `low_rank`: of gradients whose
-    matrices have one owner, the directions that `LeadingDirections` carries.
+    matrices have one owner, the directions that `LeadingDirections` carries; `disk`: where state rests between steps.
 
     `check` raises ValueError or TypeError for what cannot work.
     """
@@ -212,6 +215,7 @@ class Sharding:
     codecs: tuple[CodecName, CodecName] | None = None  # of gradients, and of what comes back; None sends both exactly
     rest_codecs: tuple[CodecName, CodecName] | None = None
     low_rank: int = 0
+    disk: Path | None = None
 
     def check(self) -> None:
         """Raise ValueError or TypeError for what cannot work."""
@@ -230,6 +234,15 @@ class Sharding:
             )
         if isinstance(self.block_size, bool) or not self.block_size >= 1:
             raise ValueError(f"block_size must be at least 1, got {self.block_size!r}")
+        if not isinstance(self.offload, bool):
+            raise TypeError(
+                f"offload must be true or false, got {self.offload!r}: only ShardedOptimizer takes a folder"
+            )
+        if self.disk is not None and self.codecs is not None:
+            raise ValueError(
+                f"offload={os.fspath(self.disk)!r} does not go with codec=, which sends differences to master weights "
+                "and so needs them in memory: leave one of them out"
+            )
         self.averaging.check()
         if isinstance(self.low_rank, bool) or not isinstance(self.low_rank, int) or self.low_rank < 0:
             raise ValueError(f"low_rank must be a whole number of directions, 0 for none, got {self.low_rank!r}")
@@ -275,7 +288,17 @@ class Sharding:
     def compared(self) -> dict[str, Any]:
         """What has to be the same on every rank, as JSON can hold it."""
         told = {"param_dtype": str(self.param_dtype), "averaging": self.averaging.compared(), "whole_parameters": ""}
-        return {**asdict(self), **told}
+        return {**asdict(self), **told, "disk": self.disk is not None}  # each rank may have one of its own
+
+
+class MovedOut(Protocol):
+    """What keeps the fp32 weights of a bucket's parameters, by number, in place of its MasterWeights."""
+
+    def load_weights(self, source: SliceSource, names: Sequence[str]) -> None:
+        """Take them over."""
+
+    def take_over(self, parameters: Collection[int]) -> None:
+        """Have the values that these parameters show."""
 
 
 class WeightGate:

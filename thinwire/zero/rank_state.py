@@ -100,7 +100,7 @@ def add_to(
             rank=home.comm.rank,
             size=home.comm.size,
             counters=counters,
-            slices=[(one.kind, one.name, one.start, one.tensor) for one in slices if one.kind not in beside],
+            slices=[(one.kind, one.name, one.start, one.values()) for one in slices if one.kind not in beside],
             rank_tensors={key: one for key, one in rank_tensors.items() if key.split(".")[0] not in in_state},
         )
     )

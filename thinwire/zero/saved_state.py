@@ -4,7 +4,7 @@ any number of ranks, and any stage, can take up what another saved; and what is 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
@@ -21,13 +21,18 @@ class SavedSlice:
     """Elements `start` to `start + tensor.numel()` of the flattened parameter `name`, in one of its roles.
 
     `kind` is the role: "weight", "master", "exp_avg", ... Kinds that begin with "scalar." hold one value a parameter.
-    `tensor` is one-dimensional and contiguous.
+    `tensor` is one-dimensional and contiguous. With `read` it has no values, on the meta device: that reads them.
     """
 
     kind: str
     name: str
     start: int
     tensor: Tensor
+    read: Callable[[], Tensor] | None = None
+
+    def values(self) -> Tensor:
+        """The tensor, read from where it rests."""
+        return self.tensor if self.read is None else self.read()
 
 
 class SliceSource(Protocol):
@@ -95,7 +100,7 @@ class OwnSlices:
         at, end = start, start + numel
         for saved in sorted(self._slices.get((kind, name), []), key=lambda one: one.start):
             if saved.start <= at < min(end, saved.start + saved.tensor.numel()):
-                found.append(saved.tensor[at - saved.start : end - saved.start].cpu())
+                found.append(saved.values()[at - saved.start : end - saved.start].cpu())
                 at += found[-1].numel()
         if at < end:
             raise KeyError(f"elements {start} to {end} of {kind} of {name} are not in this rank's state")

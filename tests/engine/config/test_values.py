@@ -117,8 +117,8 @@ def test_a_loaded_configuration_cannot_be_changed_nor_shares_the_callers_values(
         ({"zero_optimization": 1}, '"zero_optimization" must be an object'),
         ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size"),
         (
-            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
-            '"zero_optimization.offload_optimizer.device" must be "none" or "cpu", got "nvme"',
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "disk"}}},
+            '"zero_optimization.offload_optimizer.device" must be "none" or "cpu" or "nvme", got "disk"',
         ),
         ({"optimizer": {"params": {}}}, '"optimizer.type" is missing'),
         ({"optimizer": {"type": 3}}, '"optimizer.type" must be a string, got 3'),
@@ -155,6 +155,7 @@ def test_every_problem_is_told_at_once() -> None:
 
 LATE_STAGES = {"Lamb": [3], "Muon": [3], "DiLoCo": [3], "OneBitAdam": [3], "OneBitLamb": [2, 3], "ZeroOneAdam": [2, 3]}
 OFFLOAD = {"device": "cpu"}
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
 NOT_WITH_LOCAL_STEPS: dict[str, dict[str, Any]] = {
     "offload_optimizer": {"zero_optimization": {"stage": 1, "offload_optimizer": OFFLOAD}},
     "progressive_layer_drop": {"progressive_layer_drop": {"enabled": True}},
@@ -205,6 +206,22 @@ NOT_WITH_LOCAL_STEPS: dict[str, dict[str, Any]] = {
             '"zero_optimization.offload_optimizer" does not go with OneBitAdam at stage 0',
         ),
         (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": NVME}},
+            "OneBitAdam",
+            "does not go with OneBitAdam: use",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
+            "AdamW",
+            '"zero_optimization.offload_optimizer.nvme_path" is missing',
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": NVME}, "checkpoint": {"async_save": True}},
+            "AdamW",
+            "copies all to memory",
+        ),
+        ({"zero_optimization": {"stage": 3, "offload_param": NVME}}, "AdamW", "parameters rest in memory, sharded"),
+        (
             {"thinwire": {"resync_interval": 10}},
             None,
             "only matters to OneBitAdam, OneBitLamb, ZeroOneAdam, OneBitLion",
@@ -223,6 +240,9 @@ def test_combinations_that_work() -> None:
     for parts in (["offload_param", "offload_optimizer"], ["offload_param"], ["offload_optimizer"]):
         zero = load(zero_optimization={"stage": 3, **dict.fromkeys(parts, pinned)}).zero_optimization
         assert [part for part in ("offload_param", "offload_optimizer") if getattr(zero, part).pin_memory] == parts
+    for stage in range(4):
+        zero = load(zero_optimization={"stage": stage, "offload_optimizer": NVME}).zero_optimization
+        assert zero.offload_optimizer.nvme_path == "/nvme"
     zero = load(zero_optimization={"stage": 2, "reduce_bucket_size": 1000, "allgather_bucket_size": 5e8})
     assert zero.zero_optimization.reduce_bucket_size == 1000
     off = {"enabled": False, "loss_scale": 128, "loss_scale_window": 500}

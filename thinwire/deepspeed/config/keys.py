@@ -128,7 +128,7 @@ DECLINED: Mapping[str, Declined] = {
 
 _FSDP = "stage 3 is FSDP2, which gathers one layer at a time"
 _EVERY_BUCKET = "every rank owns a shard of every bucket"
-_NOT_NVME = "state is offloaded to CPU memory, whole"
+_DERIVED = "buffers, and what is read and written at once, follow from the sizes of the state"
 _RECOMPUTED = '"modules" says what is recomputed'
 _CHECKPOINT = "a checkpoint is written whole, by all ranks into one folder"
 
@@ -172,16 +172,18 @@ _ZERO = {
     **_idle(bool, "a checkpoint loads on any number of ranks", "elastic_checkpoint"),
     **_idle(bool, _CHECKPOINT, "pipeline_loading_checkpoint"),
     **_idle(bool, "it only checks and reports", "log_trace_cache_warnings", "enable_sanity_checks"),
-    **_idle(bool, "momentum is never moved to NVMe", "save_muon_momentum_buffer_in_memory"),
+    **_idle(bool, "momentum rests where all state does", "save_muon_momentum_buffer_in_memory"),
     **_idle(WholeNumber, "parameters are sharded over all ranks", "mics_shard_size"),
     **_idle(bool, "parameters are sharded over all ranks", "mics_hierarchical_params_gather"),
 }
 
 _OFFLOAD = {
-    **_idle(str | None, _NOT_NVME, "nvme_path"),
-    **_idle(WholeNumber, _NOT_NVME, "buffer_count", "buffer_size", "max_in_cpu"),
-    **_idle(bool, _NOT_NVME, "fast_init", "pipeline", "pipeline_read", "pipeline_write", "super_offload"),
-    **_idle(float, _NOT_NVME, "ratio", "cpuadam_cores_perc"),
+    **_idle(WholeNumber, _DERIVED, "buffer_count", "buffer_size"),
+    **_idle(WholeNumber, "parameters rest in memory", "max_in_cpu"),
+    **_idle(bool, "reading and writing always overlap the step", "pipeline", "pipeline_read", "pipeline_write"),
+    **_idle(bool, "master weights are written once, as they are", "fast_init"),
+    **_idle(bool, "a step begins once all gradients have arrived", "super_offload"),
+    **_idle(float, "state is offloaded whole", "ratio", "cpuadam_cores_perc"),
 }
 
 _ACTIVATIONS = {
@@ -235,7 +237,7 @@ WITHOUT_EFFECT: Mapping[str, WithoutEffect] = {
     **_idle(bool, "there are no experts in parallel", "use_data_before_expert_parallelism"),
     **_idle(Object | None, "call torch.compile on the model for speed", "compile"),
     **_idle(bool, "call torch.compile on the model for speed", "graph_harvesting"),
-    **_idle(Object | None, "state is not offloaded to NVMe", "aio"),
+    **_idle(Object | None, _DERIVED, "aio"),
     **_idle(bool, "engine.settings.describe() returns it", "dump_state"),
     **_idle(str | None, "Python's logging has the level", "log_level"),
     **_idle(Object | None, '"wall_clock_breakdown" times steps', "timers"),

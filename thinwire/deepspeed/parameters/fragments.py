@@ -163,6 +163,7 @@ def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tenso
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Write this rank's shard of a stage 3 parameter's optimizer state. Raises as safe_set_local_fp32_param does."""
     state, number = _local_holder(param)
+    state.check_may_write_state(optim_state_key)
     _write_own(_own_state(state, number, optim_state_key), value)
 
 

@@ -23,7 +23,15 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank, raise_together
-from thinwire.engine.checkpoint.files import CODES, DTYPES, dtype_name, sync_folder, write_tensors, write_whole
+from thinwire.engine.checkpoint.files import (
+    CODES,
+    DTYPES,
+    LazyTensor,
+    dtype_name,
+    sync_folder,
+    write_tensors,
+    write_whole,
+)
 from thinwire.engine.checkpoint.folder import (
     CheckpointFolder,
     Claim,
@@ -98,7 +106,7 @@ class Snapshot:
         """The same with tensors of its own, which training does not change."""
         return replace(
             self,
-            slices=[replace(one, tensor=_copied(one.tensor)) for one in self.slices],
+            slices=[replace(one, tensor=_copied(one.values()), read=None) for one in self.slices],
             rank_tensors={key: _copied(tensor) for key, tensor in self.rank_tensors.items()},
             buffers={name: _copied(tensor) for name, tensor in self.buffers.items()},
             shared=json.loads(json.dumps(self.shared)),
@@ -355,13 +363,13 @@ class CheckpointStore:
 def write_rank_file(folder: Path, rank: int, snapshot: Snapshot) -> None:
     """Write this rank's tensors, then a receipt with what the manifest must say of them. Raises OSError."""
     name = rank_file(rank)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | LazyTensor] = {}
     entries = []
     for one in snapshot.slices:
         key = SLICE_KEY.format(one.kind, one.name, one.start)
         dtype = str(one.tensor.dtype).removeprefix("torch.")
         entries.append(SliceEntry(one.kind, one.name, one.start, one.tensor.numel(), dtype, name, key))
-        tensors[key] = one.tensor
+        tensors[key] = LazyTensor(one.tensor.dtype, tuple(one.tensor.shape), one.read) if one.read else one.tensor
     tensors |= {RANK_KEY.format(key): tensor for key, tensor in snapshot.rank_tensors.items()}
     rank_keys = {key: RANK_KEY.format(key) for key in snapshot.rank_tensors}
     tensors |= {BUFFER_KEY.format(key): tensor for key, tensor in snapshot.buffers.items()}

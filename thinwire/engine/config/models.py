@@ -126,10 +126,12 @@ class DataTypesConfig(Section):
 
 
 class OffloadConfig(Section):
-    """Where sharded state rests between steps; `pin_memory` page-locks it for faster copies."""
+    """Where sharded state rests between steps; `pin_memory` page-locks it for faster copies. With "nvme" it is in files
+    below `nvme_path`, as far as it is an optimizer's."""
 
-    device: Literal["none", "cpu"] = "none"
+    device: Literal["none", "cpu", "nvme"] = "none"
     pin_memory: bool = False
+    nvme_path: str | None = Field(default=None, min_length=1)
 
 
 def _listed(value: Any) -> Any:

@@ -185,8 +185,13 @@ def _idle_keys(config: EngineConfig) -> Iterator[tuple[str, str]]:
         yield "zero_optimization.node_size", f"at stage {zero.stage} no weights are gathered in forward and backward"
     for key in ("offload_optimizer", "offload_param") if zero.stage == 3 else ("offload_optimizer",):
         offload = getattr(zero, key)
-        if offload.device == "none" and offload.pin_memory:
-            yield f"zero_optimization.{key}.pin_memory", 'nothing is offloaded while "device" is "none"'
+        if offload.device != "cpu" and offload.pin_memory:
+            yield (
+                f"zero_optimization.{key}.pin_memory",
+                f'no memory is page-locked while "device" is "{offload.device}"',
+            )
+        if offload.device != "nvme" and offload.nvme_path is not None:
+            yield f"zero_optimization.{key}.nvme_path", f'nothing goes to a disk while "device" is "{offload.device}"'
 
 
 def _unread(config: EngineConfig) -> Iterator[tuple[str, str]]:
@@ -210,6 +215,7 @@ def check_combinations(config: EngineConfig) -> list[str]:
     return [
         *_precision(config),
         *_own_optimizer(config),
+        *(_disk(config) if "nvme" in (zero.offload_optimizer.device, zero.offload_param.device) else ()),
         *(_codec(config) if config.communication_codec is not None else ()),
         *(_stage_3_codecs(zero) if zero.stage < 3 and (zero.weights_codec or zero.gradients_codec) else ()),
         *_sparse_attention(config),
@@ -229,6 +235,16 @@ def _precision(config: EngineConfig) -> Iterator[str]:
             f'"fp16.min_loss_scale" {fp16.min_loss_scale:g} is above the first scale, 2^{fp16.initial_scale_power}: '
             "lower it, or raise fp16.initial_scale_power"
         )
+
+
+def _disk(config: EngineConfig) -> Iterator[str]:
+    zero, section = config.zero_optimization, '"zero_optimization.offload_'
+    if zero.stage == 3 and zero.offload_param.device == "nvme":
+        yield f'{section}param.device" "nvme": parameters rest in memory, sharded; use "cpu" or "none"'
+    if zero.offload_optimizer.device == "nvme" and zero.offload_optimizer.nvme_path is None:
+        yield f'{section}optimizer.nvme_path" is missing: with "device" "nvme" it names a folder of an NVMe disk'
+    if zero.offload_optimizer.device == "nvme" and config.checkpoint.async_save:
+        yield f'{section}optimizer.device" "nvme" and "checkpoint.async_save", which copies all to memory: delete one'
 
 
 def _own_optimizer(config: EngineConfig) -> Iterator[str]:
@@ -262,11 +278,13 @@ def _against(entry: OptimizerEntry, config: EngineConfig) -> Iterator[str]:
             f'"zero_optimization.stage" {zero.stage} does not go with {name}: {entry.refused_stages[zero.stage]}. Use '
             f"stage {stages}{beside}"
         )
-    if zero.offload_optimizer.device == "cpu" and not entry.offloads:
+    if zero.offload_optimizer.device != "none" and not entry.offloads:
         yield (
             f'"zero_optimization.offload_optimizer" does not go with {name}, whose workers use all of their state at '
             "every step: delete it"
         )
+    elif zero.offload_optimizer.device == "nvme":
+        yield f'"zero_optimization.offload_optimizer.device" "nvme" does not go with {name}: use "cpu", or AdamW'
     elif zero.offload_optimizer.device == "cpu" and zero.stage == 0:
         yield (
             f'"zero_optimization.offload_optimizer" does not go with {name} at stage 0, where every rank keeps all '
@@ -288,7 +306,7 @@ def _against_local_updates(config: EngineConfig) -> Iterator[str]:
             "use stage 0, or 1 or 2 to shard a worker's state among its ranks, or AdamW with stage 3"
         )
     refused = {}
-    if zero.offload_optimizer.device == "cpu":
+    if zero.offload_optimizer.device != "none":
         refused["zero_optimization.offload_optimizer"] = "which reads a worker's whole state at every outer step"
     if not zero.ignore_unused_parameters:
         refused["zero_optimization.ignore_unused_parameters"] = "as ranks would have to ask each other at every step"

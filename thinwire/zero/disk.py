@@ -1,0 +1,350 @@
+"""Optimizer state in files of a fast disk, and the ring of buffers through which it comes into memory and goes back.
+
+A file holds what one step of a torch optimizer needs at once, and is read and written whole, past the page cache where
+the file system can. While one is stepped, those after it are read and those before it written. Files are of use to this
+process alone and end with it: what a run goes on from is its checkpoints.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import re
+import shutil
+import socket
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from thinwire.comm import Communicator
+from thinwire.comm.agreement import on_every_rank, raise_together
+
+_PAGE = 4096  # whose multiples addresses, offsets and lengths are, as O_DIRECT asks of them
+_REQUEST_BYTES = 4 << 20
+_THREADS = 4
+_BYTES_IN_FLIGHT = 64 << 20  # many times a disk's rate times its latency
+_FEWEST_BUFFERS = 3  # one that is read, one that is stepped, one that is written
+_SUFFIX = ".state"
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+class SwapFileError(RuntimeError):
+    """A file of optimizer state could not be read or written, or holds something else than was written to it."""
+
+
+class SwapFile:
+    """A file, for which `room` bytes are set aside; the `nbytes` written last, and the sum of each request's words."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        self.path, self.room = path, _paged(room)
+        self.nbytes = 0
+        self.sums: list[int] = []
+
+
+class Buffer:
+    """Memory that begins at a page: `values`, [bytes]; `view` is the same."""
+
+    def __init__(self, nbytes: int) -> None:
+        # Private, so that limits on a process's memory count it.
+        memory = mmap.mmap(-1, max(_PAGE, _paged(nbytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.view = memoryview(memory)
+        self.values = torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class Ring:
+    """Buffers for `files`: as many as keep a disk busy, of the size of the largest. One thread at a time uses it.
+
+    `error`: the first that a file had.
+    """
+
+    def __init__(self, files: Sequence[SwapFile], direct: bool) -> None:
+        largest = max([_PAGE, *(file.room for file in files)])
+        depth = max(_FEWEST_BUFFERS, -(-_BYTES_IN_FLIGHT // largest))
+        self._free = [Buffer(largest) for _ in range(min(depth, len(files) + 1))]
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="thinwire state")
+        self._flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
+        self._expected: deque[SwapFile] = deque()
+        self._reading: dict[SwapFile, tuple[Buffer, list[Future[int]]]] = {}
+        self._writing: dict[SwapFile, tuple[Buffer, list[Future[int]]]] = {}
+        self._last: tuple[SwapFile, Buffer] | None = None
+        self.error: SwapFileError | None = None
+
+    def expect(self, files: Iterable[SwapFile]) -> None:
+        """Begin to read `files`, which will be taken in this order."""
+        self._expected = deque(files)
+        self._read_ahead()
+
+    def take(self, file: SwapFile) -> Buffer:
+        """A buffer with what was written to `file`. Raises SwapFileError."""
+        if self._last is not None and self._last[0] is file:
+            (_, buffer), self._last = self._last, None
+            return buffer
+        if file in self._writing:
+            self._settle(file)
+        if file not in self._reading:
+            self._reading[file] = self._start(file, self._buffer(), file.nbytes, os.preadv)
+        buffer, requests = self._reading.pop(file)
+        try:
+            if _results(file, requests, "read") != file.sums:
+                raise SwapFileError(
+                    f"{file.path} holds other bytes than were written to it: another program has changed it, or its "
+                    "disk fails. Go on from the last checkpoint"
+                )
+        except SwapFileError:
+            self._free.append(buffer)
+            raise
+        return buffer
+
+    def give_back(self, file: SwapFile, buffer: Buffer, nbytes: int | None) -> None:
+        """Have the first `nbytes` of `buffer` written to `file`; None where it is as it was read."""
+        if nbytes is None:
+            self._forget_last()
+            self._last = file, buffer  # what is saved of a file is asked for at once, part by part
+        else:
+            file.nbytes, file.sums = _paged(nbytes), []
+            self._writing[file] = self._start(file, buffer, file.nbytes, os.pwritev)
+        self._read_ahead()
+
+    def finish(self) -> None:
+        """Wait for all that is read and written; what fails is in `error`."""
+        self._expected.clear()
+        for file in list(self._writing):
+            self._settle(file)
+        while self._reading:
+            self._forget_one_read_ahead()
+        self._forget_last()
+
+    def close(self) -> None:
+        """End the threads, and let the memory go."""
+        self.finish()
+        self._pool.shutdown()
+        self._free.clear()
+
+    def _start(
+        self, file: SwapFile, buffer: Buffer, nbytes: int, call: Callable[[int, list[memoryview], int], int]
+    ) -> tuple[Buffer, list[Future[int]]]:
+        cuts = [slice(start, min(start + _REQUEST_BYTES, nbytes)) for start in range(0, nbytes, _REQUEST_BYTES)]
+        flags = self._flags
+        return buffer, [self._pool.submit(_move, call, file.path, flags, buffer.view[one], one.start) for one in cuts]
+
+    def _buffer(self) -> Buffer:
+        self._forget_last()
+        while not self._free and self._writing:
+            self._settle(next(iter(self._writing)))
+        while not self._free:
+            self._forget_one_read_ahead()
+        return self._free.pop()
+
+    def _forget_last(self) -> None:
+        if self._last is not None:
+            self._free.append(self._last[1])
+            self._last = None
+
+    def _forget_one_read_ahead(self) -> None:
+        _, (buffer, requests) = self._reading.popitem()
+        wait(requests)
+        self._free.append(buffer)
+
+    def _read_ahead(self) -> None:
+        for file in [one for one, (_, requests) in self._writing.items() if all(part.done() for part in requests)]:
+            self._settle(file)
+        while self._expected and self._free:
+            file = self._expected.popleft()
+            self._reading[file] = self._start(file, self._free.pop(), file.nbytes, os.preadv)
+
+    def _settle(self, file: SwapFile) -> None:
+        """Wait until a file is written."""
+        buffer, requests = self._writing.pop(file)
+        try:
+            file.sums = _results(file, requests, "written")
+        except SwapFileError as error:
+            self.error = self.error or error
+        self._free.append(buffer)
+
+
+def _move(
+    call: Callable[[int, list[memoryview], int], int], path: Path, flags: int, view: memoryview, offset: int
+) -> int:
+    """Read or write a part of a file; the sum of its words, which a program that writes to it would have to keep."""
+    descriptor, done = os.open(path, flags), 0
+    try:
+        while done < len(view):
+            count = call(descriptor, [view[done:]], offset + done)
+            if count == 0:
+                raise OSError(0, f"it ends at byte {offset + done}")
+            done += count
+    finally:
+        os.close(descriptor)
+    return int(np.frombuffer(view, np.uint64).sum())
+
+
+def _results(file: SwapFile, requests: Sequence[Future[int]], done: str) -> list[int]:
+    wait(requests)
+    try:
+        return [request.result() for request in requests]
+    except OSError as error:
+        raise SwapFileError(
+            f"{file.path} cannot be {done}: {error.strerror}. Its disk must hold optimizer state for as long as the "
+            "job runs: go on from the last checkpoint, on another disk if this one is full or fails"
+        ) from error
+
+
+def _paged(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+class Disk:
+    """This rank's folder below `path`, which no other process has: state rests there. Collective to make.
+
+    Raises ValueError, on every rank, where it cannot be written to, or another job is in it.
+    """
+
+    def __init__(self, path: Path, comm: Communicator) -> None:
+        self._comm, rank = comm, comm.global_ranks[comm.rank]
+        self.folder = path.absolute() / f"thinwire-rank-{rank:05d}"
+        self._files: list[SwapFile] = []
+        self.ring = Ring([], direct=False)
+        lock = on_every_rank(comm, self._open, "use the disk for optimizer state", (ValueError,))
+        self._end = weakref.finalize(self, _remove, self.folder, lock, os.getpid())
+        kind = _file_system(self.folder)
+        if kind in _IN_MEMORY:
+            warnings.warn(
+                f"optimizer state is offloaded to {path}, which is {kind}: memory, not a disk. Give a folder of an "
+                "NVMe disk",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+
+    def plan(self, name: str, nbytes: int) -> SwapFile:
+        """Note a file for `nbytes` of state, to be called after a parameter."""
+        plain = re.sub(r"[^\w.-]", "_", name)[:100]
+        self._files.append(SwapFile(self.folder / f"{len(self._files):06d}-{plain}{_SUFFIX}", nbytes))
+        return self._files[-1]
+
+    def begin(self) -> None:
+        """Set the disk's blocks aside for all that was planned. Collective.
+
+        Raises ValueError, on every rank and before anything is written, where there is not enough of them.
+        """
+        try:
+            self._check_room(sum(file.room for file in self._files))
+            direct = on_every_rank(self._comm, self._set_aside, "set its disk's blocks aside", (ValueError,))
+        except ValueError:
+            self.close()
+            raise
+        self.ring = Ring(self._files, direct)
+
+    def finish(self) -> None:
+        """Wait until everything is on the disk. Collective: raises on every rank what failed on any."""
+        self.ring.finish()
+        error, self.ring.error = self.ring.error, None
+        raise_together(self._comm, error, "keep optimizer state on its disk")
+
+    def close(self) -> None:
+        """Remove the files."""
+        self.ring.close()
+        self._end()
+
+    def _open(self) -> int:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = _lock(self.folder / "owner", self._comm.timeout)
+            for stale in self.folder.glob(f"*{_SUFFIX}"):
+                stale.unlink()
+        except OSError as error:
+            raise ValueError(
+                f"{error.filename or self.folder} cannot be used for optimizer state: {error.strerror}. offload= must "
+                "be a folder that can be written to"
+            ) from error
+        return lock
+
+    def _check_room(self, needed: int) -> None:
+        free, device = shutil.disk_usage(self.folder).free, os.stat(self.folder).st_dev
+        mine = json.dumps([socket.gethostname(), device, needed, free, os.fspath(self.folder.parent)])
+        given = [json.loads(one) for one in self._comm.all_gather_bytes(mine.encode(), "check its disk's room")]
+        for host, number, _, there, path in given:
+            wanted = sum(one[2] for one in given if one[:2] == [host, number])
+            if wanted > there:
+                raise ValueError(
+                    f"optimizer state needs {wanted:,} bytes of the disk of {path} on {host}, and {there:,} are free: "
+                    "make room, give a folder of another disk, or use more ranks"
+                )
+
+    def _set_aside(self) -> bool:
+        """Whether the file system reads and writes past the page cache."""
+        for file in self._files:
+            try:
+                descriptor = os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                try:
+                    os.posix_fallocate(descriptor, 0, max(_PAGE, file.room))
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                raise ValueError(f"{file.path} cannot be made: {error.strerror}") from error
+        with suppress(OSError, IndexError):
+            os.close(os.open(self._files[0].path, os.O_RDWR | os.O_DIRECT))
+            return True
+        return False
+
+
+def _lock(path: Path, patience: float) -> int:
+    """The descriptor of a lock that ends with this process. Raises ValueError where another has it, and lives."""
+    until = time.monotonic() + patience
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(path) and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
+                return descriptor
+        except BlockingIOError:
+            owner = os.pread(descriptor, 300, 0).decode(errors="replace")
+            # A dead owner's children have its lock until they notice.
+            if time.monotonic() > until or _may_live(owner):
+                os.close(descriptor)
+                raise ValueError(
+                    f"{path.parent} holds the optimizer state of another job or optimizer, of process {owner}: give "
+                    "each a folder of its own"
+                ) from None
+        os.close(descriptor)
+        time.sleep(0.05)
+
+
+def _may_live(owner: str) -> bool:
+    number, _, host = owner.partition(" ")
+    if host != socket.gethostname() or not number.isdigit():
+        return True
+    return os.path.exists(f"/proc/{number}")
+
+
+def _remove(folder: Path, lock: int, process: int) -> None:
+    if process != os.getpid():  # a fork, whose parent goes on
+        return
+    with suppress(OSError):
+        for file in [*folder.glob(f"*{_SUFFIX}"), folder / "owner"]:
+            file.unlink(missing_ok=True)
+        folder.rmdir()
+    os.close(lock)
+
+
+def _file_system(path: Path) -> str:
+    """The kind of file system that a folder is on, as Linux calls it; "" where that is not known."""
+    best, kind = "", ""
+    with suppress(OSError):
+        real = os.path.realpath(path)
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            _, where, found, *_ = line.split()
+            if os.path.commonpath([real, where]) == where and len(where) >= len(best):
+                best, kind = where, found
+    return kind
