@@ -23,7 +23,7 @@ from thinwire.deepspeed.utilities import logger
 from thinwire.engine import Engine, EngineConfig
 from thinwire.engine.batches import GlobalBatches
 from thinwire.engine.checkpoint.manifest import rank_file
-from thinwire.engine.config.rules import resized
+from thinwire.engine.config.loading import resized
 from thinwire.engine.data import ResumableLoader, make_loader, refuse_elastic_data
 from thinwire.engine.job import Job
 from thinwire.engine.job_checkpoints import JobCheckpoints

@@ -16,9 +16,8 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 from thinwire.deepspeed.errors import DeepSpeedUsageError
 from thinwire.engine import ConfigError as DeepSpeedConfigError
 from thinwire.engine import EngineConfig, load_config
-from thinwire.engine.config.loading import read_json_object
+from thinwire.engine.config.loading import complete_batch_sizes, read_json_object
 from thinwire.engine.config.models import Bf16Config, Fp16Config, LeafModuleConfig
-from thinwire.engine.config.rules import complete_batch_sizes
 from thinwire.engine.config.sections import refusal_of
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"

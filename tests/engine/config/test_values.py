@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tests.engine.test_published import ZERO_2
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
-from thinwire.engine.config.rules import complete_batch_sizes
+from thinwire.engine.config.loading import complete_batch_sizes
 
 
 def _without_auto(tree: dict[str, Any]) -> dict[str, Any]:

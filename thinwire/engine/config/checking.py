@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.engine.config.errors import AUTO, ConfigError, dotted, shown
-from thinwire.engine.config.loading import load_config, read_json_object
+from thinwire.engine.config.loading import load_config, parts_of_a_model, read_json_object
 from thinwire.engine.config.models import OWN_PEAK, UNCLIPPED, EngineConfig, Remarks
 from thinwire.engine.config.options import SCHEDULES
-from thinwire.engine.config.rules import parts_of_a_model
 from thinwire.engine.config.sections import options_of
 from thinwire.engine.errors import printable
 

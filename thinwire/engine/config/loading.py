@@ -18,17 +18,107 @@ from pydantic import BaseModel
 from thinwire.engine.checkpoint.files import NotAFileError, open_file
 from thinwire.engine.config.errors import AUTO, ConfigError, dotted, left_auto, section_of, shown, validated
 from thinwire.engine.config.models import EngineConfig, Remarks
-from thinwire.engine.config.rules import (
-    BATCH_KEYS,
-    check_combinations,
-    complete_batch_sizes,
-    count_replicas,
-    settle_idle_keys,
-    take_idle_size,
-)
+from thinwire.engine.config.rules import check_combinations, settle_idle_keys, take_idle_size
 from thinwire.engine.config.sections import check_optimizer, check_scheduler
 from thinwire.lazy_imports import provided
 from thinwire.optim.settings import LARGEST_NUMBER
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def parts_of_a_model(tree: Mapping[str, Any]) -> tuple[int, int]:
+    """Stages of a pipeline, and ranks that share a layer, by the sections of `tree`; 1 for what is no size there."""
+    found = [(tree.get("pipeline"), "stages"), (tree.get("tensor_parallel"), "autotp_size")]
+    sizes = [section.get(key) if isinstance(section, Mapping) else None for section, key in found]
+    stages, cut = (size if type(size) is int and size > 0 else 1 for size in sizes)
+    return stages, cut
+
+
+def count_replicas(tree: Mapping[str, Any], world_size: int) -> int:
+    """Replicas of the model on `world_size` ranks. Raises ConfigError where they do not multiply out."""
+    stages, cut = parts_of_a_model(tree)
+    replicas, rest = divmod(world_size, stages * cut)
+    if rest:
+        near = [count * stages * cut for count in (replicas, replicas + 1) if count]
+        raise ConfigError(
+            f'"pipeline.stages" {stages} x "tensor_parallel.autotp_size" {cut} = {stages * cut} ranks hold a model, '
+            f"and {_ranks(world_size)} are no multiple of that: start {' or '.join(map(str, near))}, or change one of "
+            "the two"
+        )
+    return replicas
+
+
+def complete_batch_sizes(
+    train: int | None, micro: int | None, accumulation: int | None, world_size: int
+) -> tuple[int, int, int]:
+    """All three of `BATCH_KEYS` from those that are given, each at least 1, on `world_size` ranks.
+
+    Two give the third. `train` or `micro` alone means one forward a step.
+
+    Raises ConfigError where neither is given, or where they do not multiply out.
+    """
+    if train is not None and micro is not None:
+        if accumulation is None:
+            accumulation = _divide(train, micro, BATCH_KEYS[1], world_size, "accumulation steps")
+        elif train != micro * accumulation * world_size:
+            raise ConfigError(_conflict(train, micro, accumulation, world_size))
+        return train, micro, accumulation
+    forwards = accumulation or 1
+    if train is not None:
+        return train, _divide(train, forwards, BATCH_KEYS[2], world_size, "samples a micro-batch"), forwards
+    if micro is not None:
+        return micro * forwards * world_size, micro, forwards
+    raise ConfigError(
+        "the batch size is missing: give train_batch_size or train_micro_batch_size_per_gpu"
+        + (" beside gradient_accumulation_steps" if accumulation is not None else "")
+    )
+
+
+def resized(
+    config: EngineConfig, world_size: int, train_batch_size: int | None = None, micro_batch_size: int | None = None
+) -> EngineConfig:
+    """The configuration with another batch, by its micro-batches, or with other micro-batches, as many as before.
+
+    Raises ValueError for what is no size, or no multiple of a micro-batch on every rank.
+    """
+    for name, size in (("train_batch_size", train_batch_size), ("micro_batch_size", micro_batch_size)):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"{name} is a whole number of samples, at least 1, not {size!r}")
+    if micro_batch_size is None:
+        sizes = complete_batch_sizes(train_batch_size, config.train_micro_batch_size_per_gpu, None, world_size)
+    else:
+        sizes = complete_batch_sizes(None, micro_batch_size, config.gradient_accumulation_steps, world_size)
+    return config.model_copy(update=dict(zip(BATCH_KEYS, sizes, strict=True)))
+
+
+def _divide(train: int, factor: int, factor_key: str, world_size: int, quotient: str) -> int:
+    unit = factor * world_size
+    if train % unit == 0:
+        return train // unit
+    below, above = train // unit * unit, (train // unit + 1) * unit
+    nearest = f"{below} or {above}" if below else f"{above}"
+    raise ConfigError(
+        f"train_batch_size {train} is not a multiple of {factor_key} {factor} x {_ranks(world_size)} = {unit}, which "
+        f"would make {train / unit:.4g} {quotient}: the nearest train_batch_size that works is {nearest}"
+    )
+
+
+def _conflict(train: int, micro: int, accumulation: int, world_size: int) -> str:
+    product = micro * accumulation * world_size
+    ways = [f"train_batch_size {product}"]
+    if train % (micro * world_size) == 0:
+        ways.append(f"gradient_accumulation_steps {train // (micro * world_size)}")
+    if train % (accumulation * world_size) == 0:
+        ways.append(f"train_micro_batch_size_per_gpu {train // (accumulation * world_size)}")
+    return (
+        f"train_batch_size {train} is not train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps "
+        f"{accumulation} x {_ranks(world_size)} = {product}: give two of the three, or one of " + ", ".join(ways)
+    )
+
+
+def _ranks(world_size: int) -> str:
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"
+
 
 DEEPEST = 16
 """Objects and lists inside one another; a configuration has four."""
