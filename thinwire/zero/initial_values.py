@@ -170,7 +170,8 @@ def _own_part(meta: nn.Parameter, values: Tensor) -> Tensor:
     """Of a parameter's values, this rank's if it is a DTensor, as a parameter with its hooks."""
     if isinstance(meta, DTensor):
         part = distribute_tensor(values.detach(), meta.device_mesh, meta.placements, src_data_rank=None)
-        values = nn.Parameter(part, meta.requires_grad)
+        # The mesh is of GPUs, and shards that are offloaded in CPU memory.
+        values = nn.Parameter(part.to(values.device), meta.requires_grad)
     for hook in (meta._backward_hooks or {}).values():
         values.register_hook(hook)  # type: ignore[no-untyped-call]
     return values
