@@ -7,6 +7,7 @@ process alone and end with it: what a run goes on from is its checkpoints.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import mmap
@@ -247,6 +248,9 @@ class Disk:
     def finish(self) -> None:
         """Wait until everything is on the disk. Collective: raises on every rank what failed on any."""
         self.ring.finish()
+        with suppress(OSError, AttributeError):  # glibc's alone
+            # What steps took and let go lies between other memory, and glibc would keep as much of it as all state is.
+            ctypes.CDLL(None).malloc_trim(0)
         error, self.ring.error = self.ring.error, None
         raise_together(self._comm, error, "keep optimizer state on its disk")
 
