@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from tests.launching import same_on_all_ranks
@@ -234,6 +235,15 @@ def unbuilt() -> None:
     pipeline = Pipeline(plain, 2, loss_fn=nn.functional.mse_loss)
     assert all(one.isfinite().all() for one in pipeline.parameters())
     assert not torch.equal(torch.get_rng_state(), before), "the next model would begin alike"
+    file = f"{tempfile.mkdtemp()}/begin.safetensors"
+    save_model(gpt2(), file)
+    with torch.device("meta"):
+        turned = gpt2()  # in a V, one rank holds both ends, and what they share
+    losses = [
+        Pipeline(one, MICRO_BATCHES, schedule="ZBVZeroBubble", weights=weights).train_batch(batches())
+        for one, weights in ((gpt2(), None), (turned, file))
+    ]
+    assert losses[0] == losses[1]
     with torch.device("meta"):
         bare = nn.Sequential(*[Embedded(2, 2) for _ in range(2)])
     told = r"'\d.weight' is on the meta device, and nothing says what it begins with"

@@ -4,7 +4,7 @@ modules begin with."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +26,7 @@ class WeightFiles:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = path = Path(path)
+        path = Path(path)
         if (path / _INDEX).is_file():
             try:
                 found = json.loads((path / _INDEX).read_text())["weight_map"]
@@ -104,10 +104,16 @@ class InitialValues:
         for name, one in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(one), []).append(name)
         given = {key: _empty(one, self.device) for key, one in without.items()}
-        _put(places, given)
+        for key, one in given.items():
+            _put(places[key], one)
+        # What has values, as what an earlier part shares with this one, keeps them.
+        empty = {id(one) for one in given.values()}
+        kept = [(one, one.clone()) for one in _tensors(part) if id(one) not in empty]
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.device:
             torch.manual_seed(self.seed + number)
-            _initialize(part, self.model, {id(one) for one in given.values()})
+            _initialize(part, self.model, empty)
+        for one, values in kept:
+            one.copy_(values)
         for key, one in given.items():
             called = names.get(key) or [buffers[key]]
             if files is not None and (read := files.read(called, one.shape)) is not None:
@@ -122,7 +128,7 @@ class InitialValues:
                 values = _own_part(meta, given[key])
                 if same:
                     torch.utils.swap_tensors(meta, values)  # type: ignore[no-untyped-call]
-                _put({key: places[key]}, {key: meta if same else values})
+                _put(places[key], meta if same else values)
 
 
 def values_device(comm: Communicator) -> torch.device:
@@ -130,10 +136,9 @@ def values_device(comm: Communicator) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if comm.backend == "nccl" else torch.device("cpu")
 
 
-def _put(places: Mapping[int, list[tuple[dict[str, Tensor | None], str]]], tensors: Mapping[int, Tensor]) -> None:
-    for key, found in places.items():
-        for table, name in found:
-            table[name] = tensors[key]
+def _put(places: Iterable[tuple[dict[str, Tensor | None], str]], tensor: Tensor) -> None:
+    for table, name in places:
+        table[name] = tensor
 
 
 def _empty(meta: Tensor, device: torch.device) -> Tensor:
@@ -157,13 +162,13 @@ def _initialize(part: Any, model: Any, empty: set[int]) -> None:
         part.apply(model._initialize_weights)
     else:
         for module in part.modules():
-            if any(id(one) in empty for one in _own(module)) and hasattr(module, "reset_parameters"):
+            if any(id(one) in empty for one in _tensors(module, recurse=False)) and hasattr(module, "reset_parameters"):
                 module.reset_parameters()
 
 
-def _own(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
+def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+    yield from module.parameters(recurse)
+    yield from module.buffers(recurse)
 
 
 def _own_part(meta: nn.Parameter, values: Tensor) -> Tensor:
