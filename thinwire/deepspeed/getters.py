@@ -46,10 +46,6 @@ def _pld_params(settings: EngineConfig) -> dict[str, Any] | bool:
     return {"theta": section.theta, "gamma": section.gamma} if section.enabled else False
 
 
-def _carries(codec: str | None) -> bool:
-    return codec is not None
-
-
 def _offload(section: OffloadConfig) -> OffloadConfig | None:
     return None if section.device == "none" else section
 
@@ -91,8 +87,11 @@ _METHODS: Mapping[str, tuple[str | _Read, str]] = {
     "zero_offload_param": (lambda s: _offload(s.zero_optimization.offload_param), "Its section; None if off."),
     "zero_cpu_offload": (lambda s: _offload(s.zero_optimization.offload_optimizer) is not None, "Whether it is on."),
     "zero_hpz_partition_size": ("zero_optimization.node_size", "Ranks of a node, which hold a copy of the weights."),
-    "zero_quantized_gradients": (lambda s: _carries(s.zero_optimization.gradients_codec), "Whether a codec has them."),
-    "zero_quantized_weights": (lambda s: _carries(s.zero_optimization.weights_codec), "Whether a codec has them."),
+    "zero_quantized_gradients": (
+        lambda s: s.zero_optimization.gradients_codec is not None,
+        "Whether a codec has them.",
+    ),
+    "zero_quantized_weights": (lambda s: s.zero_optimization.weights_codec is not None, "Whether a codec has them."),
     "zero_gather_16bit_weights_on_model_save": (lambda _: True, "Whether `save_16bit_model` writes all of it: always."),
     # Layer drop
     "pld_enabled": ("progressive_layer_drop.enabled", "Whether layers are dropped while the model trains."),

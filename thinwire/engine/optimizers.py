@@ -145,9 +145,9 @@ class OptimizerBuilder:
         return self._shard(dtype, PLAIN_AVERAGING, joined)
 
     def _shard(self, dtype: torch.dtype, averaging: Averaging, joined: Communicator) -> FsdpHooks:
-        offload = self.config.zero_optimization.offload_param
-        options: dict[str, Any] = {"offload": offload.device == "cpu", "pin": offload.pin_memory}
         zero = self.config.zero_optimization
+        offload = zero.offload_param
+        options: dict[str, Any] = {"offload": offload.device == "cpu", "pin": offload.pin_memory}
         if joined.size % zero.node_size:
             raise ValueError(
                 f'"zero_optimization.node_size" is {zero.node_size}, and the job has {joined.size} ranks: give a '

@@ -5,7 +5,7 @@ packets in the place of tensors; packets are read when the micro-batch that wait
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,10 @@ from thinwire.comm import TorchCommunicator
 from thinwire.comm.agreement import check_same_on_every_rank, on_every_rank, raise_together
 from thinwire.compress.codecs import Codec, make_codec
 from thinwire.compress.packet import Header, Headers, write_headers
-from thinwire.compress.packet_layout import ACTIVATION_BLOCKS, HEADER_BYTES
-
-ActivationCodec = Literal["int8", "int4", "fp8", "bf16", "fp16", "none"]
+from thinwire.compress.packet_layout import ACTIVATION_BLOCKS, HEADER_BYTES, MemorylessCodec
 
 
-def activation_codec(name: ActivationCodec | None, what: str = "activations") -> Codec | None:
+def activation_codec(name: MemorylessCodec | None, what: str = "activations") -> Codec | None:
     """The codec for what travels between stages; None where tensors travel as they are.
 
     Raises ValueError for another name; `what` says of what.
@@ -93,8 +91,8 @@ class CompressedStage(PipelineStage):
         num_stages: int,
         device: torch.device,
         *others: Any,
-        activations: ActivationCodec | None = "int8",
-        gradients: ActivationCodec | None = "int8",
+        activations: MemorylessCodec | None = "int8",
+        gradients: MemorylessCodec | None = "int8",
         **options: Any,
     ) -> None:
         super().__init__(submodule, stage_index, num_stages, device, *others, **options)

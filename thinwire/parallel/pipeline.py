@@ -20,7 +20,8 @@ from torch.distributed.pipelining.schedules import (
 
 from thinwire.comm import Communicator, TorchCommunicator
 from thinwire.comm.agreement import on_every_rank
-from thinwire.parallel.compressed_stage import ActivationCodec, CompressedStage
+from thinwire.compress.packet_layout import MemorylessCodec
+from thinwire.parallel.compressed_stage import CompressedStage
 from thinwire.parallel.splitting import HuggingFaceStage, Split, StageModules, split_model
 from thinwire.zero.initial_values import InitialValues
 from thinwire.zero.replica import Stages
@@ -65,21 +66,21 @@ class Pipeline:
         schedule: str = "1F1B",
         split: Split = "parameters",
         loss_fn: Loss | None = None,
-        activations: ActivationCodec | None = None,
-        gradients: ActivationCodec | None = None,
+        activations: MemorylessCodec | None = None,
+        gradients: MemorylessCodec | None = None,
         weights: str | Path | None = None,
     ) -> None:
         named = {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
         group = named["pp"] if mesh is not None else None
         self.comm = TorchCommunicator(group)
         self.comm.attend()
-        averaging = TorchCommunicator(named["dp"]) if "dp" in named else None
+        others = {name: TorchCommunicator(group) for name, group in named.items() if name != "pp"}
+        averaging = others.get("dp")
         self._averaging = averaging if averaging is not None and averaging.size > 1 else None
         self.micro_batches = micro_batches
         self._read_batch = _from_tuples if isinstance(model, nn.Sequential) else _from_mappings
         self._loss_fn: Loss = loss_fn or _loss_of_model
-        others = (TorchCommunicator(named[name]) for name in named if name != "pp")
-        initial = InitialValues.of(model, [self.comm, *others])
+        initial = InitialValues.of(model, [self.comm, *others.values()])
 
         def prepare() -> tuple[Any, list[list[int]], list[nn.Module]]:
             if isinstance(model, nn.Sequential) and loss_fn is None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.compress.fully_sharded import FsdpHooks, fsdp_hooks
-from thinwire.compress.packet_layout import FsdpCodec
+from thinwire.compress.packet_layout import MemorylessCodec
 from thinwire.zero.placement import Averaging
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def shard_model(
     *,
     offload: bool,
     pin: bool,
-    codecs: tuple[FsdpCodec | None, FsdpCodec | None, int] = (None, None, 1),
+    codecs: tuple[MemorylessCodec | None, MemorylessCodec | None, int] = (None, None, 1),
     begin: Callable[[nn.Module, int], None] | None = None,
 ) -> FsdpHooks:
     """Replace every parameter by this rank's shard of it, in place: fp32, gathered in `dtype` when it is used.

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from thinwire.compress.packet_layout import BlockCodecName, FsdpCodec
+from thinwire.compress.packet_layout import BlockCodecName, MemorylessCodec
 from thinwire.optim.settings import WholeNumber
 
 
@@ -166,8 +166,8 @@ class ZeroConfig(Section):
     ignore_unused_parameters: bool = True
     offload_optimizer: OffloadConfig = OffloadConfig()
     offload_param: OffloadConfig = OffloadConfig()
-    weights_codec: FsdpCodec | None = None
-    gradients_codec: FsdpCodec | None = None
+    weights_codec: MemorylessCodec | None = None
+    gradients_codec: MemorylessCodec | None = None
     node_size: WholeNumber = Field(default=1, ge=1)
     leaf_module: LeafModuleConfig = Field(default_factory=LeafModuleConfig)
 
@@ -250,9 +250,6 @@ class CheckpointConfig(Section):
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalized)] = "Warn"
 
 
-Travelling = FsdpCodec
-
-
 class PipelineConfig(Section):
     """Ranks of a model that hold a stage each, by a `schedule` of torch's, a micro-batch at a time, of which a step has
     `gradient_accumulation_steps`; loaders leave out what does not fill one.
@@ -264,8 +261,8 @@ class PipelineConfig(Section):
     stages: WholeNumber = Field(default=1, ge=1)
     schedule: str = "1F1B"
     split: Literal["parameters", "time"] | list[str] = "parameters"
-    activations: Travelling = "none"
-    gradients: Travelling = "none"
+    activations: MemorylessCodec = "none"
+    gradients: MemorylessCodec = "none"
 
 
 class TensorParallelConfig(Section):
