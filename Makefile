@@ -12,7 +12,7 @@ WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # Arguments for the experiment, as in: make train ARGS="--model mini --ranks 2"
 ARGS ?=
 
-.PHONY: help train test kernels chaos bits lint plots lion frontier stages bench bench-engine text-classification long-sequences long-documents layer-drop ethernet pipelines plan-accuracy redraw gpu docs wheel clean
+.PHONY: help train test kernels chaos bits lint plots lion frontier stages bench bench-engine text-classification long-sequences long-documents layer-drop ethernet pipelines shards plan-accuracy redraw gpu docs wheel clean
 
 help:
 	@echo "make train           pretrain a small BERT with AdamW and with 1-bit Adam on ZeRO-1, and draw both (under 10 minutes)"
@@ -32,6 +32,7 @@ help:
 	@echo "make layer-drop      BERT with and without progressive layer drop: loss, time, learning rates (about 40 minutes)"
 	@echo "make ethernet        race DDP, PowerSGD and 1-bit Adam over slow links (as root on Linux; about half an hour)"
 	@echo "make pipelines       time pipelines over slow links: idle stages, and tokens a second by codec (as root on Linux; about 15 minutes)"
+	@echo "make shards          stage 3 over slow links: bytes between hosts and steps, exact and through codecs (as root on Linux; about 12 minutes)"
 	@echo "make plan-accuracy   thinwire plan beside steps at settings it has not seen (as root on Linux; about 15 minutes)"
 	@echo "make redraw          draw the pictures of recorded results again, from their JSON (ARGS=NAME for one)"
 	@echo "make gpu             run the GPU tests and benchmarks on the NVIDIA GPU present, in stages of under 8 minutes"
@@ -105,6 +106,9 @@ ethernet: $(READY)
 
 pipelines: $(READY)
 	$(RUN) -m experiments.ethernet.pipelines $(ARGS)
+
+shards: $(READY)
+	$(RUN) -m experiments.ethernet.shards $(ARGS)
 
 plan-accuracy: $(READY)
 	$(RUN) -m experiments.ethernet.unseen $(ARGS)

@@ -31,6 +31,7 @@ REFUSED = [
     ("convergence.__main__", "--corpus absent", "absent"),
     ("ethernet.collectives", "--backends nccl", "invalid choice"),
     ("ethernet.local_steps", "--overlaps 1 15", "less than --every / --fragments, 15, got 15"),
+    ("ethernet.shards", "--waits 1", "between 0 and 1, got 1.0"),
     ("ethernet.unseen", "--probe-rate 500", "the plan would have seen it"),
     ("frontier.__main__", "--task images", "images"),
     ("frontier.__main__", "--task mini --contenders lamb", "lamb learns none of --task mini"),

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.common.results import RESULTS, read_json
-from experiments.ethernet import collectives, local_steps, unseen
+from experiments.ethernet import collectives, local_steps, shards, unseen
 from experiments.ethernet.race import planned, step_report
 from experiments.ethernet.race.contenders import BASELINE, CONTENDERS, FAIR_BASELINE
 from experiments.ethernet.race.findings import ALONE, speedup, split_step
@@ -226,7 +226,7 @@ def test_bytes_are_the_interfaces() -> None:
     assert reading.received >= 5000
 
 
-@pytest.mark.parametrize("command", [collectives, local_steps, unseen])
+@pytest.mark.parametrize("command", [collectives, local_steps, shards, unseen])
 def test_without_links_to_shape_nothing_is_measured(
     command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,7 @@ from thinwire.comm import Communicator
 from thinwire.parallel import CompressedStage
 from thinwire.parallel.pipeline import _places
 
-__all__ = ["COMPUTING", "MICRO_BATCHES", "WIRES", "main"]
+__all__ = ["COMPUTING", "MICRO_BATCHES", "WIRES", "Waits", "main", "seconds_together"]
 
 COMPUTING = "+computing"
 """Behind the name of a schedule: with stages that compute."""
@@ -48,17 +48,19 @@ WIRES: dict[str, tuple[torch.dtype, str | None, str | None]] = {
 _TIMEOUT = 300.0
 
 
-class _Waits(torch.autograd.Function):
+class Waits(torch.autograd.Function):
     """Gives on what it got, forward and backward, once its times are over."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, ahead: float, back: float) -> Tensor:
+        """Takes `ahead` seconds, and backward `back`."""
         ctx.back = back
         time.sleep(ahead)
         return given.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        """The gradient, later."""
         time.sleep(ctx.back)
         return gradient, None, None
 
@@ -91,7 +93,7 @@ class _Stage(nn.Module):
     def forward(self, given: Tensor) -> Tensor:
         """Any shape to the same."""
         # Torch has a first stage compute all of its backward as that of weights.
-        hidden = _Waits.apply(given, self.seconds, self.seconds)
+        hidden = Waits.apply(given, self.seconds, self.seconds)
         weight = _Weighs.apply(self.weight, self, self.seconds * (1 + self.first))
         return hidden * weight.to(hidden.dtype)
 
@@ -166,7 +168,7 @@ class _Pipeline:
         return total
 
 
-def _measure(comm: Communicator, step: Callable[[], None]) -> float:
+def seconds_together(comm: Communicator, step: Callable[[], None]) -> float:
     """Seconds of a step, of the rank that took longest."""
     comm.barrier()
     started = time.perf_counter()
@@ -189,7 +191,7 @@ def _bubbles(options: argparse.Namespace, comm: Communicator) -> list[dict[str, 
         pipeline.busy()
         steps = []
         for _ in range(options.steps):
-            taken = _measure(comm, pipeline.step)
+            taken = seconds_together(comm, pipeline.step)
             busy = torch.tensor(pipeline.busy())
             comm.all_reduce(busy, "mean")
             steps.append({"idle": 1 - float(busy) / taken, "step": taken, **pipeline.spent})
@@ -215,7 +217,7 @@ def _wires(options: argparse.Namespace, comm: Communicator) -> list[dict[str, An
         step()  # the second of a 1-bit optimizer is its first frozen one
         shape_together(comm, options.cluster, options.hosts, options.megabits)
         step()
-        taken = median(_measure(comm, step) for _ in range(options.steps))
+        taken = median(seconds_together(comm, step) for _ in range(options.steps))
         if number:
             found.append({"wire": wire, "step": taken, "computing": seconds * slots})
         else:
