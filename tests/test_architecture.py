@@ -28,7 +28,7 @@ FLOORS = {
     "hugging_face": 7,
     "lightning": 7,
 }
-APART = {"sparse_attn", "pld"}
+APART = {"sparse_attn", "pld", "transformers"}
 # What is no room and no door, and imports nothing of thinwire, so that every room may use it.
 GROUND = {"lazy_imports", "version"}
 

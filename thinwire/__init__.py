@@ -31,6 +31,7 @@ __all__ = [
     "plan",
     "pld",
     "sparse_attn",
+    "transformers",
     "zero",
 ]
 
@@ -40,7 +41,20 @@ PROVIDERS["engines"] = "thinwire.deepspeed.initialization"
 
 # Torch alone takes a second to import, which `thinwire plan --help` need not wait for.
 if TYPE_CHECKING:
-    from thinwire import comm, compress, deepspeed, engine, hugging_face, optim, parallel, plan, pld, sparse_attn, zero
+    from thinwire import (
+        comm,
+        compress,
+        deepspeed,
+        engine,
+        hugging_face,
+        optim,
+        parallel,
+        plan,
+        pld,
+        sparse_attn,
+        transformers,
+        zero,
+    )
     from thinwire.comm import Elastic
     from thinwire.deepspeed.initialization import initialize
     from thinwire.optim import DiLoCo, ElasticSampler, OneBitAdam, OneBitLamb, OneBitLion, OneBitMuon, ZeroOneAdam

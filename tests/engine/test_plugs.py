@@ -87,6 +87,24 @@ def test_sparse_attention_needs_a_model_it_knows() -> None:
         initialize(model=Stack(), config=settings(sparse_attention=SPARSE))
 
 
+def test_fast_encoder() -> None:
+    """Sharded training without padding keeps to the losses of the plain model."""
+    found = []
+    for config in ({}, {"fast_encoder": True}):
+        engine = make_engine(None, settings(1, **config), model=bert().eval())
+        mask = torch.arange(96) < torch.tensor([96, 3, 50, 20, 1, 77])[:, None]
+        for step in range(3):
+            tokens = torch.randint(0, 40, (6, 96), generator=torch.Generator().manual_seed(step))
+            loss = engine(tokens, mask.long(), labels=tokens.where(mask, -100)).loss
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        engine.close()
+    assert found[:3] == pytest.approx(found[3:], rel=1e-5)
+    with pytest.raises(TypeError, match="Stack has no encoder that is known here"):
+        initialize(model=Stack(), config=settings(fast_encoder=True))
+
+
 def test_layers_are_dropped_alike_and_leave_their_weights_alone() -> None:
     def body(comm, stage):
         config = settings(stage, progressive_layer_drop=DROP, gradient_accumulation_steps=2)

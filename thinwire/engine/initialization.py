@@ -33,6 +33,7 @@ from thinwire.engine.parts import Loss, ModelPart, part_of
 from thinwire.engine.recipe import GivenOptimizer, GivenSchedule, Recipe, check_schedule, find_recipe, make_schedule
 from thinwire.engine.reports import JobReports
 from thinwire.sparse_attn import densify
+from thinwire.transformers import fast_encoder
 from thinwire.zero.fsdp import is_sharded
 from thinwire.zero.initial_values import values_device
 from thinwire.zero.rank_checks import broadcast_from_rank_0
@@ -190,6 +191,9 @@ def _plug_in(
         change_attention = partial(put_in_sparse_attention, model, settings.sparse_attention)
         on_every_rank(comm, change_attention, "plug in its attention", BAD_INPUT)
         undo.callback(densify, model)
+    if settings.fast_encoder:
+        on_every_rank(comm, partial(fast_encoder.accelerate, model), "do without padding", BAD_INPUT)
+        undo.callback(fast_encoder.undo, model)
     recomputed = layer_drop = None
     if (section := settings.activation_checkpointing).modules:
         change = partial(checkpoint_activations, model, section.modules, cpu_checkpointing=section.cpu_checkpointing)

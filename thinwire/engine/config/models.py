@@ -307,6 +307,7 @@ class EngineConfig(Section):
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     activation_checkpointing: ActivationCheckpointingConfig = Field(default_factory=ActivationCheckpointingConfig)
     sparse_attention: Mapping[str, Any] | None = None
+    fast_encoder: bool = False
     progressive_layer_drop: LayerDropConfig = LayerDropConfig()
     steps_per_print: Annotated[WholeNumber | None, BeforeValidator(_never)] = Field(default=None, ge=1)
     wall_clock_breakdown: bool = False

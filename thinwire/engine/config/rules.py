@@ -280,6 +280,7 @@ def _parallelism(config: EngineConfig) -> Iterator[str]:
     zero, name = config.zero_optimization, config.optimizer.type if config.optimizer is not None else None
     cut = {
         "sparse_attention": config.sparse_attention is not None,
+        "fast_encoder": config.fast_encoder,
         "progressive_layer_drop": config.progressive_layer_drop.enabled,
         LOCAL_UPDATES: is_local_updates(name),
         "zero_optimization.stage 3": zero.stage == 3,

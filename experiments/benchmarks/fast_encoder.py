@@ -1,0 +1,192 @@
+"""What a sample costs a BERT that learns masked words of sentences: padded as most write it, compiled with batches
+sorted by length, and with `thinwire.transformers.accelerate`.
+
+Systems take turns in one process; each has a model of its own, from the same weights. Time is of the processor, which
+other work on the machine hardly changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM
+
+from experiments.common.command_line import Parser, positive
+from experiments.common.errors import InputError, refuse
+from experiments.common.machine import describe
+from experiments.common.results import OUTPUT, check_writable, write_json
+from experiments.tasks.corpus import corpus_name, load
+from experiments.tasks.masking import mask_tokens
+from experiments.tasks.sizes import SIZES, BertSize
+from experiments.tasks.tokenizer import CLS, PAD, SEP, train_tokenizer
+from thinwire.transformers import accelerate
+
+__all__ = ["main"]
+
+_MODULE = "experiments.benchmarks.fast_encoder"
+_PADDED, _COMPILED, _FAST = "padded", "compiled, sorted", "thinwire"
+_LENGTH, _POOL = 512, 32  # tokens of the longest sentence kept; batches among which lengths are sorted
+_RATE = 1e-4
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Sentences:
+    vocabulary: int
+    tokens: list[NDArray[np.int64]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, prints a table and writes JSON; the exit code."""
+    try:
+        options = _parse(sys.argv[1:] if arguments is None else arguments)
+        check_writable(options.output.parent, "--output")
+        sentences = _sentences(options.corpus, options.vocab_size)
+    except InputError as error:
+        return refuse(_MODULE, error)
+    torch.set_num_threads(options.threads)
+    lengths = np.array([len(one) for one in sentences.tokens])
+    corpus = {
+        "name": corpus_name(options.corpus),
+        "vocabulary": sentences.vocabulary,
+        "sentences": len(lengths),
+        "tokens": {"mean": float(lengths.mean()), "median": float(np.median(lengths)), "longest": int(lengths.max())},
+    }
+    print(f"{corpus}\n{'BERT-':8} {'':18} {'CPU ms a sample':>15} {'times ' + _PADDED:>14} {'loss':>8}")
+    results = []
+    for size in options.sizes:
+        for row in _measure(SIZES[size], sentences, options):
+            results.append({"size": size, **row})
+            print(
+                f"{size:8} {row['name']:18} {row['milliseconds']:15.2f} {row['speed']:13.2f}x {row['first_loss']:8.4f}",
+                flush=True,
+            )
+    write_json(
+        options.output,
+        {
+            "machine": describe(),
+            "corpus": corpus,
+            "batch": options.batch_size,
+            "threads": options.threads,
+            "results": results,
+        },
+    )
+    return 0
+
+
+def _measure(size: BertSize, sentences: _Sentences, options: argparse.Namespace) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    plain = BertForMaskedLM(
+        BertConfig(
+            vocab_size=sentences.vocabulary,
+            hidden_size=size.width,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            intermediate_size=4 * size.width,
+            max_position_embeddings=_LENGTH,
+        )
+    )
+    compiled = copy.deepcopy(plain)
+    compiled.compile(dynamic=True)
+    steps = {_PADDED: _step(copy.deepcopy(plain)), _COMPILED: _step(compiled), _FAST: _step(accelerate(plain), True)}
+    for system in options.without:
+        del steps[system]
+    random_batches = _batches(sentences, options.batch_size, options.rounds, sort=False)
+    sorted_batches = _batches(sentences, options.batch_size, options.rounds, sort=True)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    losses = {name: step(random_batches[0])[1] for name, step in steps.items()}  # compiles, and allocates
+    for one, other in zip(random_batches[1:], sorted_batches[1:], strict=True):
+        for name, step in steps.items():
+            times[name].append(step(other if name == _COMPILED else one)[0])
+    totals = {name: sum(seconds) / len(seconds) for name, seconds in times.items()}
+    return [
+        {
+            "name": name,
+            "milliseconds": 1e3 * totals[name] / options.batch_size,
+            "median_milliseconds": 1e3 * median(times[name]) / options.batch_size,
+            "speed": totals[_PADDED] / totals[name],
+            "first_loss": losses[name],
+        }
+        for name in steps
+    ]
+
+
+def _step(model: nn.Module, fused: bool = False) -> Callable[[Batch], tuple[float, float]]:
+    """What trains a step and gives its processor seconds and its loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, fused=fused or None)
+
+    def step(batch: Batch) -> tuple[float, float]:
+        torch.manual_seed(0)
+        started = time.process_time()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.process_time() - started, float(loss.detach())
+
+    return step
+
+
+def _sentences(corpus: Sequence[Path] | None, vocabulary: int) -> _Sentences:
+    """Of the texts, each within [CLS] and [SEP]."""
+    documents = load(corpus).training
+    lines = [line.strip() for text in documents for line in re.split(r"(?<= [.!?]) |\n", text) if line.strip()]
+    tokenizer = train_tokenizer(lines, vocabulary)
+    encoded = tokenizer.encode_batch_fast(lines, add_special_tokens=False)
+    tokens = [np.array([CLS, *one.ids[: _LENGTH - 2], SEP], dtype=np.int64) for one in encoded if one.ids]
+    return _Sentences(tokenizer.get_vocab_size(), tokens)
+
+
+def _batches(sentences: _Sentences, size: int, count: int, *, sort: bool) -> list[Batch]:
+    """One to begin with and `count` more, padded to the longest of each; of the same sentences, sorted or not."""
+    random = np.random.default_rng(0)
+    chosen = random.choice(len(sentences.tokens), size * (count + 1))
+    if sort:
+        pools = np.array_split(chosen, max(1, count // _POOL))
+        ordered = [sorted(pool, key=lambda one: len(sentences.tokens[one])) for pool in pools]
+        chosen = np.concatenate(ordered)[: size * (count + 1)]
+    batches = [
+        _batch([sentences.tokens[one] for one in part], sentences.vocabulary) for part in chosen.reshape(-1, size)
+    ]
+    return [batches[one] for one in random.permutation(len(batches))] if sort else batches
+
+
+def _batch(tokens: Sequence[NDArray[np.int64]], vocabulary: int) -> Batch:
+    padded = np.full((len(tokens), max(map(len, tokens))), PAD, dtype=np.int64)
+    for row, one in zip(padded, tokens, strict=True):
+        row[: len(one)] = one
+    inputs, labels = mask_tokens(padded, vocabulary, np.random.default_rng(0))
+    named = {"input_ids": inputs, "attention_mask": (padded != PAD).astype(np.int64), "labels": labels}
+    return {name: torch.from_numpy(one) for name, one in named.items()}
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(_MODULE, "Times a step of BERT on sentences with and without padding.", "minutes")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["mini", "small"])
+    parser.add_argument("--batch-size", type=positive, default=32, help="sentences")
+    parser.add_argument("--rounds", type=positive, default=32, help="steps of each system")
+    parser.add_argument("--threads", type=positive, default=1)
+    parser.add_argument("--corpus", nargs="+", type=Path, help="text files; default: Python's standard library")
+    parser.add_argument("--vocab-size", type=positive, default=16384, help="most tokens to learn")
+    parser.add_argument("--without", nargs="+", choices=[_COMPILED], default=[], help="leave out")
+    parser.add_argument("--output", type=Path, default=OUTPUT / "fast_encoder.json", help="the JSON file")
+    options: argparse.Namespace = parser.parse_args(arguments)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
