@@ -48,8 +48,8 @@ class Documents:
     def pad(self, joined: Tensor) -> Tensor:
         """[1, T, ...] as [B, S, ...], zeros where padding was."""
         batch, length = self.shape
-        padded = joined.new_zeros(batch * length, *joined.shape[2:])
-        return padded.index_copy(0, self.index, joined[0]).unflatten(0, (batch, length))
+        padded = joined.new_zeros(batch * length, *joined.shape[2:]).index_copy(0, self.index, joined[0])
+        return padded.view(batch, length, *joined.shape[2:])
 
     def band(self, length: int, window: int | None) -> Tensor | None:
         """The mask [1, 1, length, length] of tokens at most `window` apart; None if that is all of them."""
@@ -66,18 +66,13 @@ def by_document(implementation: str) -> str:
 
     Without documents it is the same attention, masks included.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = _PREFIX + implementation
-    whole = AttentionInterface()[implementation]
-    AttentionInterface.register(name, partial(_attend, whole))
-    AttentionMaskInterface.register(name, AttentionMaskInterface()[implementation])
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, ALL_ATTENTION_FUNCTIONS[implementation]))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
     return name
-
-
-def without_documents(name: str) -> str:
-    """The attention under one that `by_document` has named; others are their own."""
-    return name.removeprefix(_PREFIX)
 
 
 def _attend(
@@ -96,7 +91,7 @@ def _attend(
     if documents is None:
         return whole(module, query, key, value, attention_mask, sliding_window=sliding_window, **kwargs)
     # A split's backward is one concatenation, where that of each slice would fill a tensor of the whole with zeros.
-    parts = [one.split(documents.lengths, dim=2) for one in (query, key, value)]
+    parts = [torch.split(one, documents.lengths, dim=2) for one in (query, key, value)]
     # Transformers hands on the first distance that is out of sight.
     window = None if sliding_window is None else sliding_window - 1
     masks = [documents.band(length, window) for length in documents.lengths]

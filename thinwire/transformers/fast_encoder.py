@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -88,26 +88,22 @@ def accelerate(model: _Model) -> _Model:
     """
     if _PLUG in vars(model):
         return model
-    encoders = [one for one in model.modules() if type(one).__name__ in _ENCODERS]
+    encoders: list[Any] = [one for one in model.modules() if type(one).__name__ in _ENCODERS]
     if not encoders:
         known = ", ".join(name.removesuffix("Model") for name in _ENCODERS)
         raise TypeError(f"{type(model).__name__} has no encoder that is known here, of {known}: train it as it is")
     for encoder in encoders:
         if getattr(encoder.config, "is_decoder", False):
             raise ValueError(f"{type(encoder).__name__} has is_decoder=True; only encoders can do without padding")
-    handles: list[RemovableHandle] = []
-    before = []
-    for one in encoders:
-        encoder: Any = one
-        implementation = encoder.config._attn_implementation
-        before.append((encoder, implementation))
+    plug = _Plug([(one, one.config._attn_implementation) for one in encoders])
+    for encoder, implementation in plug.attended:
         encoder.set_attn_implementation(by_document("sdpa" if implementation == "eager" else implementation))
-        handles.append(encoder.register_forward_pre_hook(_join, with_kwargs=True))
-        handles.append(encoder.register_forward_hook(_pad, with_kwargs=True))
-    heads = [one for one in model.modules() if type(one).__name__ in _HEADS]
-    for head in heads:
-        head.forward = _MaskedLanguageModel(head)  # type: ignore[assignment]
-    setattr(model, _PLUG, _Plug(before, handles, heads))
+        plug.handles.append(encoder.register_forward_pre_hook(_join, with_kwargs=True))
+        plug.handles.append(encoder.register_forward_hook(_pad, with_kwargs=True))
+    for head in (one for one in model.modules() if type(one).__name__ in _HEADS):
+        plug.heads.append(head)
+        head.forward = _MaskedLanguageModel(head)
+    setattr(model, _PLUG, plug)
     return model
 
 
@@ -129,8 +125,8 @@ class _Plug:
     """What `accelerate` has put into a model: encoders with what they attended with, hooks, and heads."""
 
     attended: list[tuple[Any, str]]
-    handles: list[RemovableHandle]
-    heads: list[nn.Module]
+    handles: list[RemovableHandle] = field(default_factory=list)
+    heads: list[nn.Module] = field(default_factory=list)
 
 
 def _join(encoder: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
