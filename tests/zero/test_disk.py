@@ -18,7 +18,7 @@ from tests.zero.training import ADAMW, MOMENTUM, SGD, build, train
 from thinwire.comm import Communicator, threads
 from thinwire.deepspeed import utils
 from thinwire.optim import Muon
-from thinwire.zero import ShardedOptimizer, shard_on_disk
+from thinwire.zero import ShardedOptimizer, gradients_on_disk, shard_on_disk
 
 BF16 = torch.bfloat16
 MUON = {"optimizer_class": Muon, "lr": 0.02}
@@ -29,6 +29,7 @@ ADAGRAD = {"optimizer_class": torch.optim.Adagrad, "lr": 0.02}  # whose state is
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several to a bucket, and parameters in several."""
     monkeypatch.setattr(shard_on_disk, "_PIECE_NUMEL", 100)
+    monkeypatch.setattr(gradients_on_disk, "_PIECE_BYTES", 300)
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -276,3 +277,47 @@ def test_values_by_parameter_are_read_from_the_files_and_weights_set_in_them(tmp
     assert all(
         torch.equal(*pair) for mine, other in zip(memory, disk, strict=True) for pair in zip(mine, other, strict=True)
     )
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_at_stage_2_gradients_wait_in_files_too(tmp_path: Path, written: bool) -> None:
+    def body(comm: Communicator, offload: bool | Path) -> list:
+        model = make_model()
+        optimizer = build(comm, model, 2, param_dtype=BF16, offload=offload, max_norm=0.05, **ADAMW)
+        assert isinstance(optimizer, ShardedOptimizer)
+        norms, read = [], []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, comm.rank, step).backward()
+            if written:
+                gradient = utils.safe_get_full_grad(model[2].weight)
+                read.append(gradient)
+                utils.safe_set_full_grad(model[2].weight, 3 * gradient)
+            else:
+                held = [one._shard is not None for one in optimizer._home.gradients]
+                assert not any(held) if offload else all(held)
+            optimizer.step()
+            norms.append(optimizer.last_step.grad_norm)
+        if offload:
+            assert optimizer.model_state_bytes()["gradients"] == 0.0
+        comm.barrier()
+        optimizer.close()
+        return [norms, *read, weights(model)]
+
+    memory = threads.run(lambda comm: body(comm, False), 2)
+    disk = threads.run(lambda comm: body(comm, tmp_path), 2)
+    for mine, other in zip(memory, disk, strict=True):
+        assert mine[0] == other[0]
+        assert all(torch.equal(*pair) for pair in zip(mine[1:], other[1:], strict=True))
+
+
+def test_a_gradient_that_others_change_ends_the_step(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = build(threads.single(10.0), model, 2, param_dtype=BF16, offload=tmp_path, **ADAMW)
+    loss_of(model, 0, 0).backward()
+    first = next(one for one in files_in(tmp_path) if "-gradient" in one.name)
+    assert isinstance(optimizer, ShardedOptimizer)
+    optimizer._home.disk.ring.finish()
+    damage(first)
+    refused(RuntimeError, rf"{first.name} holds other bytes", optimizer.step)
+    optimizer.close()

@@ -19,9 +19,9 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -81,9 +81,17 @@ class Ring:
         self.error: SwapFileError | None = None
 
     def expect(self, files: Iterable[SwapFile]) -> None:
-        """Begin to read `files`, which will be taken in this order."""
-        self._expected = deque(files)
+        """Begin to read `files`, which will be taken in this order, after those that are expected already."""
+        self._expected.extend(files)
         self._read_ahead()
+
+    def blank(self, file: SwapFile) -> Buffer:
+        """A buffer to be given back with all that `file` will have."""
+        if file in self._writing:
+            self._settle(file)
+        if file in self._reading:
+            self._forget_read_ahead(file)
+        return self._buffer()
 
     def take(self, file: SwapFile) -> Buffer:
         """A buffer with what was written to `file`. Raises SwapFileError."""
@@ -116,13 +124,21 @@ class Ring:
             self._writing[file] = self._start(file, buffer, file.nbytes, os.pwritev)
         self._read_ahead()
 
+    @contextmanager
+    def noting_errors(self) -> Iterator[None]:
+        """Have the first SwapFileError inside in `error`, to be raised where all ranks hear of it."""
+        try:
+            yield
+        except SwapFileError as error:
+            self.error = self.error or error
+
     def finish(self) -> None:
         """Wait for all that is read and written; what fails is in `error`."""
         self._expected.clear()
         for file in list(self._writing):
             self._settle(file)
-        while self._reading:
-            self._forget_one_read_ahead()
+        for file in list(self._reading):
+            self._forget_read_ahead(file)
         self._forget_last()
 
     def close(self) -> None:
@@ -143,7 +159,7 @@ class Ring:
         while not self._free and self._writing:
             self._settle(next(iter(self._writing)))
         while not self._free:
-            self._forget_one_read_ahead()
+            self._forget_read_ahead(next(reversed(self._reading)))
         return self._free.pop()
 
     def _forget_last(self) -> None:
@@ -151,8 +167,8 @@ class Ring:
             self._free.append(self._last[1])
             self._last = None
 
-    def _forget_one_read_ahead(self) -> None:
-        _, (buffer, requests) = self._reading.popitem()
+    def _forget_read_ahead(self, file: SwapFile) -> None:
+        buffer, requests = self._reading.pop(file)
         wait(requests)
         self._free.append(buffer)
 
@@ -161,6 +177,8 @@ class Ring:
             self._settle(file)
         while self._expected and self._free:
             file = self._expected.popleft()
+            if file in self._writing:
+                self._settle(file)
             self._reading[file] = self._start(file, self._free.pop(), file.nbytes, os.preadv)
 
     def _settle(self, file: SwapFile) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from thinwire.comm import Work
 from thinwire.comm.agreement import NodeLinks
 from thinwire.zero.bucket_layout import BucketLayout, Slot
+from thinwire.zero.disk import SwapFile
 from thinwire.zero.gradient_seal import Seal
 from thinwire.zero.master_weights import FlatBucket, ShardedParameters
 from thinwire.zero.placement import Sharding
@@ -71,6 +73,8 @@ class BucketGradients:
     """
 
     may_stay = True
+    files: Sequence[SwapFile] = ()
+    """Where a disk has the averages."""
 
     def __init__(self, bucket: FlatBucket, sharding: Sharding, seal: Seal, links: NodeLinks | None = None) -> None:
         stage, averaging = sharding.stage, sharding.averaging
@@ -99,6 +103,15 @@ class BucketGradients:
             return self._shard
         assert self._flat is not None, "average follows wait()"
         return self._flat if self.stage == 0 else self.bucket.shard_of(self._flat)
+
+    @property
+    def voted_on(self) -> Tensor:
+        """The averages of this rank's shard, or their 2-norm, 0-dimensional."""
+        return self.bucket.shard_of(self.average) if self.stage == 0 else self.average
+
+    def take_average(self) -> Tensor | None:
+        """The average, which only this step needs; None where a disk has lost it."""
+        return self.average
 
     def keep(self, slot: Slot, parameter: Tensor) -> None:
         """Let further backwards add to the gradient in the bucket's own memory."""

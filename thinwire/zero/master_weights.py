@@ -354,6 +354,8 @@ class ShardedParameters:
         for number in reversed(list(buckets)):
             move(number)
             waits.append((number, self.masters[number].publish()))
+            if self.sharding.disk is not None and len(waits) > 1:  # what leaves is a copy, and memory is short
+                waits.pop(0)[1]()
         for number, wait in waits:
             if self.gate is None or number not in self.gated:
                 wait()

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from thinwire.compress.packet_layout import CodecName
 from thinwire.zero import rounded
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, model_state_formula
 from thinwire.zero.disk import Disk
-from thinwire.zero.gradients import averaging_gradients
+from thinwire.zero.gradients import BucketGradients, averaging_gradients
+from thinwire.zero.gradients_on_disk import GradientsOnDisk
 from thinwire.zero.home import NO_GRADIENTS, Held, ParameterState, StepResult
 from thinwire.zero.master_weights import ShardedParameters, bring_beside
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
@@ -154,9 +156,9 @@ class _ElementwiseHome(ShardedHome):
         # Without a codec, at stage 2, every backward's gradients leave, and add up on their owners.
         (sharding.averaging if self._keeps_gradients else PLAIN_AVERAGING).prepare(self.parameters)
         self.rounded = rounded.rounded_gradients(parameters, self.watcher.seal, lambda: self.loss_scale)
-        self.gradients = self.rounded or averaging_gradients(parameters, self.watcher.seal)
-        groups, group_of = parameters.groups, parameters.order.group_of
         disk = self.disk = None if sharding.disk is None else Disk(sharding.disk, self.comm)
+        self.gradients = self.rounded or self._averaging_gradients(parameters)
+        groups, group_of = parameters.groups, parameters.order.group_of
         build = ShardOptimizer if disk is None else partial(ShardOptimizerOnDisk, disk=disk, names=self.names)
         self.optimizers = [
             build(one.runs, one.views, groups, group_of, optimizer_class, one.bucket) for one in parameters.masters
@@ -170,6 +172,13 @@ class _ElementwiseHome(ShardedHome):
             disk.finish()
         self.watcher.use(self.gradients, self._keeps_gradients)
         self._comparisons = ComparisonTimes(resync_interval)
+
+    def _averaging_gradients(self, parameters: ShardedParameters) -> Sequence[BucketGradients]:
+        sharding, seal = parameters.sharding, self.watcher.seal
+        if self.disk is None or self._keeps_gradients:
+            return averaging_gradients(parameters, seal)
+        given = sharding, seal, parameters.links, self.disk
+        return [GradientsOnDisk(one, *given, self.names[one.layout.slots[0].parameter]) for one in parameters.buckets]
 
     @override
     def step(self) -> StepResult:
@@ -187,7 +196,10 @@ class _ElementwiseHome(ShardedHome):
                 kept = self._parameters.masters[number]
                 if not kept.runs:
                     return
-                gradient = self.gradients[number].average.to(torch.float32)
+                average = self.gradients[number].take_average()
+                if average is None:
+                    return
+                gradient = average.to(torch.float32)
                 if coefficient != 1.0:
                     gradient.mul_(coefficient)
                 (beside,) = bring_beside([kept], [gradient])
@@ -198,7 +210,8 @@ class _ElementwiseHome(ShardedHome):
             for one in self.rounded:
                 one.commit()
             if self.disk is not None:
-                self.disk.ring.expect(file for number in reversed(filled) for file in self.optimizers[number].files)
+                users = chain.from_iterable((self.gradients[one], self.optimizers[one]) for one in reversed(filled))
+                self.disk.ring.expect(file for user in users for file in user.files)
             self._parameters.move_and_publish(filled, move)
             if self.disk is not None:
                 self.disk.finish()
@@ -220,10 +233,8 @@ class _ElementwiseHome(ShardedHome):
 
     def _find_vote(self) -> Vote:
         rounded.check_arrived(self.rounded)
-        whole, sent = self._parameters.sharding.stage == 0, enumerate(self.gradients)
-        return self._vote_on_averages(
-            {number: one.bucket.shard_of(one.average) if whole else one.average for number, one in sent if one.filled}
-        )
+        sent = enumerate(self.gradients)
+        return self._vote_on_averages({number: one.voted_on for number, one in sent if one.filled})
 
     @override
     def _vote_on_edited(self) -> Vote:
@@ -286,6 +297,7 @@ class _ElementwiseHome(ShardedHome):
             found["optimizer state"] = float(sum(one.state_bytes() for one in self.optimizers))
         if self.disk is not None:
             found |= {"masters": 0.0, "optimizer state": 0.0}
+            found |= {} if self._keeps_gradients else {"gradients": 0.0}
         return found | rounded.bytes_of_rounding(self.rounded, self._parameters)
 
     @override

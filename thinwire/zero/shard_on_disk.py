@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.zero.disk import Buffer, Disk, SwapFile, SwapFileError
+from thinwire.zero.disk import Buffer, Disk, SwapFile
 from thinwire.zero.home import Fragment
 from thinwire.zero.master_weights import FlatBucket, Run
 from thinwire.zero.saved_state import SavedSlice, SliceSource, group_settings, read_weight, state_slices
@@ -79,10 +79,8 @@ class ShardOptimizerOnDisk(ShardOptimizer):
         for piece in self._pieces:
             if self._disk.ring.error is not None:
                 return
-            try:
+            with self._disk.ring.noting_errors():
                 piece.step(gradients)
-            except SwapFileError as error:
-                self._disk.ring.error = error
 
     @override
     def fragments(self, parameter: int, kind: str) -> list[Fragment]:

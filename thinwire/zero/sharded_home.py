@@ -357,13 +357,14 @@ def norm_of_averages(
     missing: bool = False,
     shares: tuple[Replica, Sequence[float]] | None = None,
 ) -> tuple[float, bool]:
-    """The 2-norm of all ranks' `averages` together, NaN for one that none could be, and whether any rank has something
-    `missing`. Collective. `shares`: the ranks of a replica, and the part of each average's sum that this one counts.
+    """The 2-norm of all ranks' `averages`, or of norms of them, together, NaN for one that none could be, and whether
+    any rank has something `missing`. Collective. `shares`: the ranks of a replica, and the part of each average's sum
+    that this one counts.
 
     Raises ValueError, on every rank and naming the first difference, where ranks have other hyperparameters.
     """
     place = averages[0].device if averages else device  # FSDP2 offloads gradients of some parameters and not of others
-    norms = [torch.linalg.vector_norm(average, dtype=torch.float32).to(place) for average in averages]
+    norms = [(torch.linalg.vector_norm(one, dtype=torch.float32) if one.dim() else one).to(place) for one in averages]
     norms.append(torch.zeros((), device=place))
     votes = torch.empty(4, dtype=torch.float64, device=device)
     squares = torch.stack(norms).double().square()
