@@ -3,6 +3,7 @@ probe and plan; and scripts that `--measure` runs as they are."""
 
 import json
 import math
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.refusing import refused
 from thinwire.comm import Communicator, threads
 from thinwire.comm.traffic import sent_bytes
 from thinwire.plan import (
@@ -30,10 +32,14 @@ from thinwire.plan import (
     probing,
     save_calibration,
 )
-from thinwire.plan.calibration import CollectiveFit, LinkFit
+from thinwire.plan import disk_rates as plan_disk
+from thinwire.plan.calibration import CollectiveFit, DiskRates, LinkFit, in_words
 from thinwire.plan.cluster import COLLECTIVES, Collective
+from thinwire.plan.disk_rates import disk_rates
 from thinwire.plan.measure import StepTimer, measure_script, workload_of
 from thinwire.plan.probing import Stopwatch, fit_line, fit_link
+from thinwire.zero import disk as zero_disk
+from thinwire.zero.disk import IN_MEMORY, file_system
 
 LINK = Link(
     Speed(2e-4, 1e8),
@@ -209,6 +215,40 @@ def test_too_little(amounts, seconds) -> None:
 
 
 RATES = Processor(memory=2e10, encode=1e9, decode=2e9, average=3e9, adam=1e8, overlap=0.5)
+
+
+def test_a_disk_is_read_written_and_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if file_system(tmp_path) in IN_MEMORY:
+        pytest.skip("temporary files are in memory here")
+    monkeypatch.setattr(plan_disk, "_FILE_BYTES", 32 << 20)
+    done: list[bool] = []
+
+    def transfer(call: Callable[..., int], path: Path, flags: int, view: memoryview, offset: int) -> None:
+        done.append(call is os.pwritev)
+        zero_disk.transfer(call, path, flags, view, offset)
+
+    def typical(run: Callable[[], object], repetitions: int) -> float:
+        done.clear()
+        run()
+        return {8: 1.0, 0: 2.0, 4: 4.0}[done.count(True)]
+
+    monkeypatch.setattr(plan_disk, "transfer", transfer)
+    found = disk_rates(threads.single(10.0), typical, tmp_path, ranks_per_node=3)
+    assert len(done) == 8
+    assert found == DiskRates(write=3.0 * (32 << 20), read=1.5 * (32 << 20), both=0.75 * (32 << 20))
+    assert not [*tmp_path.iterdir()]
+    assert "reads 0.05, writes 0.10, both by turns 0.03 GB/s" in in_words(calibration(disk=found), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("folder", "told"),
+    [("/dev/shm", "/dev/shm is tmpfs: memory, not a disk"), ("/nowhere", "of /nowhere cannot be measured.*No such")],
+)
+def test_what_is_no_disk_is_refused_on_every_rank(folder: str, told: str) -> None:
+    def rank(comm: Communicator) -> None:
+        refused(ValueError, told, probe, comm, 1.0, "cpu", folder if comm.rank == 1 else os.curdir)
+
+    threads.run(rank, 2)
 
 
 def link_fit(link: Link, ranks: int) -> LinkFit:

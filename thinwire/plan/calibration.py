@@ -43,9 +43,17 @@ class LinkFit(_Section):
         return self
 
 
+class DiskRates(_Section):
+    """Bytes a second of a node's disk, past the page cache, its ranks at once; `both`: read and written by turns."""
+
+    read: float = Field(gt=0)
+    write: float = Field(gt=0)
+    both: float = Field(gt=0)
+
+
 class Calibration(_Section):
     """One probe. `between`: the link of a node to others, measured by one rank a node; `inside`: among the ranks of one
-    node; None where there is none."""
+    node; None where there is none. `disk`: None where no folder was given."""
 
     format: Literal[1] = 1
     backend: str
@@ -54,6 +62,7 @@ class Calibration(_Section):
     between: LinkFit | None
     inside: LinkFit | None
     processor: Processor
+    disk: DiskRates | None = None
 
     def link(self, which: Literal["between", "inside"]) -> Link | None:
         """The link for a Cluster, or None where it was not there to be measured."""
@@ -111,4 +120,7 @@ def in_words(calibration: Calibration, path: Path) -> str:
         f"{rates.adam / 1e9:.2f} billion elements a second; {100 * rates.overlap:.0f}% of a transfer goes on beside "
         "computation"
     )
+    if (disk := calibration.disk) is not None:
+        read, write, both = disk.read / 1e9, disk.write / 1e9, disk.both / 1e9
+        lines.append(f"disk of a node: reads {read:.2f}, writes {write:.2f}, both by turns {both:.2f} GB/s")
     return "\n".join(lines)

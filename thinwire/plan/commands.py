@@ -128,6 +128,7 @@ def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=45.0, help="about how long; by default 45")
     parser.add_argument("--backend", choices=("gloo", "nccl", "mpi"), help="by default what a training job would take")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors lie")
+    parser.add_argument("--disk", type=Path, metavar="FOLDER", help="measure the NVMe disk of this folder too")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds of each collective")
     parser.set_defaults(run=_run_probe)
 
@@ -374,9 +375,6 @@ class _Request:
         return Processor.of_memory(memory, 1.0 if typed.overlap is None else typed.overlap)
 
 
-# Probe
-
-
 def _run_probe(arguments: argparse.Namespace) -> int:
     """Measure the cluster this runs on, and write the calibration on rank 0; returns the exit code. Collective."""
     import torch
@@ -393,7 +391,7 @@ def _run_probe(arguments: argparse.Namespace) -> int:
     elif world.rank == 0 and not arguments.output.absolute().parent.is_dir():
         refused = PlanError(f"the folder of {arguments.output} does not exist")
     raise_together(world, refused, "write the calibration")
-    calibration = probe(world, arguments.seconds, torch.device(arguments.device))
+    calibration = probe(world, arguments.seconds, torch.device(arguments.device), arguments.disk)
     if world.rank == 0:
         save_calibration(calibration, arguments.output)
         print(in_words(calibration, arguments.output))

@@ -4,12 +4,14 @@ model, measured on all ranks at once, as they share their node's cores and memor
 from __future__ import annotations
 
 import math
+import os
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from math import log, sqrt
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -21,6 +23,7 @@ from thinwire.comm.traffic import sent_bytes
 from thinwire.compress import make_codec
 from thinwire.plan.calibration import Calibration, CollectiveFit, LinkFit
 from thinwire.plan.cluster import COLLECTIVES, Collective, Processor
+from thinwire.plan.disk_rates import disk_rates
 from thinwire.plan.units import PlanError, require_positive
 
 # Fits: one disturbed measurement among many does not move the line
@@ -234,20 +237,28 @@ _OVERLAP = 0.15
 _BETWEEN = 0.65
 
 
-def probe(comm: Communicator, seconds: float = 45.0, device: torch.device | str = "cpu") -> Calibration:
+def probe(
+    comm: Communicator,
+    seconds: float = 45.0,
+    device: torch.device | str = "cpu",
+    disk: str | os.PathLike[str] | None = None,
+) -> Calibration:
     """Measure links for about `seconds`, then the processor for a few more, with tensors on `device`. Collective; the
     result is the same on every rank.
 
     All nodes have to hold equally many ranks. On one rank there are no links to measure. Links between nodes are
-    measured by one rank a node, those inside by all nodes at once.
+    measured by one rank a node, those inside by all nodes at once. `disk`: a folder, for state to be offloaded to, of
+    which a file a rank of 256 MiB is read and written too.
 
-    Raises PlanError on every rank where nodes differ, or `seconds` is not positive; CommunicationError where a rank
-    fails.
+    Raises PlanError on every rank where nodes differ, or `seconds` is not positive; where a disk cannot be measured,
+    and ValueError on the other ranks; CommunicationError where a rank fails.
     """
     require_positive("the seconds of a probe", seconds)
     node, index, nodes, ranks_per_node = _find_place(comm)
     device = torch.device(device)
-    rates = processor_rates(Stopwatch(comm, device))
+    watch = Stopwatch(comm, device)
+    of_disk = None if disk is None else disk_rates(comm, watch.typical, Path(disk), ranks_per_node)
+    rates = processor_rates(watch)
     between = comm.split(0 if index == 0 else None) if nodes > 1 else None
     inside = comm.split(node) if ranks_per_node > 1 else None
     for_links = (1 - _OVERLAP) * seconds
@@ -267,6 +278,7 @@ def probe(comm: Communicator, seconds: float = 45.0, device: torch.device | str 
         between=between_fit,
         inside=inside_fit,
         processor=Processor(**rates, overlap=hidden),
+        disk=of_disk,
     )
 
 

@@ -31,12 +31,12 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import on_every_rank, raise_together
 
 _PAGE = 4096  # whose multiples addresses, offsets and lengths are, as O_DIRECT asks of them
-_REQUEST_BYTES = 4 << 20
-_THREADS = 4
+REQUEST_BYTES = 4 << 20
+THREADS = 4
 _BYTES_IN_FLIGHT = 64 << 20  # many times a disk's rate times its latency
 _FEWEST_BUFFERS = 3  # one that is read, one that is stepped, one that is written
 _SUFFIX = ".state"
-_IN_MEMORY = ("tmpfs", "ramfs")
+IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class SwapFileError(RuntimeError):
@@ -72,7 +72,7 @@ class Ring:
         largest = max([_PAGE, *(file.room for file in files)])
         depth = max(_FEWEST_BUFFERS, -(-_BYTES_IN_FLIGHT // largest))
         self._free = [Buffer(largest) for _ in range(min(depth, len(files) + 1))]
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="thinwire state")
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="thinwire state")
         self._flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
         self._expected: deque[SwapFile] = deque()
         self._reading: dict[SwapFile, tuple[Buffer, list[Future[int]]]] = {}
@@ -126,7 +126,7 @@ class Ring:
 
     @contextmanager
     def noting_errors(self) -> Iterator[None]:
-        """Have the first SwapFileError inside in `error`, to be raised where all ranks hear of it."""
+        """Have the first SwapFileError inside in `error`, to be raised by `Disk.finish` on all ranks."""
         try:
             yield
         except SwapFileError as error:
@@ -150,7 +150,7 @@ class Ring:
     def _start(
         self, file: SwapFile, buffer: Buffer, nbytes: int, call: Callable[[int, list[memoryview], int], int]
     ) -> tuple[Buffer, list[Future[int]]]:
-        cuts = [slice(start, min(start + _REQUEST_BYTES, nbytes)) for start in range(0, nbytes, _REQUEST_BYTES)]
+        cuts = [slice(start, min(start + REQUEST_BYTES, nbytes)) for start in range(0, nbytes, REQUEST_BYTES)]
         flags = self._flags
         return buffer, [self._pool.submit(_move, call, file.path, flags, buffer.view[one], one.start) for one in cuts]
 
@@ -191,10 +191,10 @@ class Ring:
         self._free.append(buffer)
 
 
-def _move(
+def transfer(
     call: Callable[[int, list[memoryview], int], int], path: Path, flags: int, view: memoryview, offset: int
-) -> int:
-    """Read or write a part of a file; the sum of its words, which a program that writes to it would have to keep."""
+) -> None:
+    """Read or write a part of a file. Raises OSError, also where the file ends."""
     descriptor, done = os.open(path, flags), 0
     try:
         while done < len(view):
@@ -204,6 +204,13 @@ def _move(
             done += count
     finally:
         os.close(descriptor)
+
+
+def _move(
+    call: Callable[[int, list[memoryview], int], int], path: Path, flags: int, view: memoryview, offset: int
+) -> int:
+    """`transfer`; the sum of the part's words, which a program that writes to it would have to keep."""
+    transfer(call, path, flags, view, offset)
     return int(np.frombuffer(view, np.uint64).sum())
 
 
@@ -235,8 +242,8 @@ class Disk:
         self.ring = Ring([], direct=False)
         lock = on_every_rank(comm, self._open, "use the disk for optimizer state", (ValueError,))
         self._end = weakref.finalize(self, _remove, self.folder, lock, os.getpid())
-        kind = _file_system(self.folder)
-        if kind in _IN_MEMORY:
+        kind = file_system(self.folder)
+        if kind in IN_MEMORY:
             warnings.warn(
                 f"optimizer state is offloaded to {path}, which is {kind}: memory, not a disk. Give a folder of an "
                 "NVMe disk",
@@ -360,7 +367,7 @@ def _remove(folder: Path, lock: int, process: int) -> None:
     os.close(lock)
 
 
-def _file_system(path: Path) -> str:
+def file_system(path: Path) -> str:
     """The kind of file system that a folder is on, as Linux calls it; "" where that is not known."""
     best, kind = "", ""
     with suppress(OSError):
