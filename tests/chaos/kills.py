@@ -59,30 +59,36 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class Form:
     """An optimizer at a stage, its ranks threads of one process or `processes` on Gloo; `codec`: of an exact one. By
-    node there are two hosts of two ranks, else each rank is a worker."""
+    node there are two hosts of two ranks, else each rank is a worker. On `disk`, state and gradients rest in files
+    beside the checkpoints, and every second kill comes as one of those is opened."""
 
     optimizer: str
     stage: int
     processes: bool = False
     codec: CodecName | None = None
     by_node: bool = False
+    disk: bool = False
 
     def __str__(self) -> str:
-        unusual = ("-processes" if self.processes else "") + (self.codec or "") + ("-nodes" if self.by_node else "")
-        return f"{self.optimizer}-{self.stage}{unusual}"
+        unusual = {"-processes": self.processes, self.codec or "": True, "-nodes": self.by_node, "-disk": self.disk}
+        return f"{self.optimizer}-{self.stage}" + "".join(word for word, has in unusual.items() if has)
 
     @property
     def hosts(self) -> list[int]:
         """The host of each rank, by number."""
         return [0, 1, 1, 0] if self.by_node else [0] * RANKS
 
-    @property
-    def config(self) -> dict[str, Any]:
+    def config(self, beside: Path) -> dict[str, Any]:
+        """For a job whose checkpoints are in a folder beside this one, of swapped state."""
         optimizer = {"type": self.optimizer, "params": _OPTIMIZERS[self.optimizer]}
         more = (
             {"thinwire": {"resync_interval": 5}} if self.optimizer != "AdamW" else {"communication_codec": self.codec}
         )
-        return settings(self.stage, optimizer=optimizer, gradient_clipping=0.5, **more)
+        config = settings(self.stage, optimizer=optimizer, gradient_clipping=0.5, **more)
+        if self.disk:
+            config["bf16"] = {"enabled": True}
+            config["zero_optimization"] |= {"offload_optimizer": {"device": "nvme", "nvme_path": str(beside)}}
+        return config
 
 
 FORMS = [
@@ -91,6 +97,8 @@ FORMS = [
     *(Form("OneBitMuon", stage) for stage in (0, 1)),
     *(Form("AdamW", stage) for stage in (1, 2)),
     *(Form("AdamW", stage, codec="int4") for stage in (0, 1, 2)),
+    *(Form("AdamW", stage, disk=True) for stage in (1, 2)),
+    Form("AdamW", 2, processes=True, disk=True),
     Form("OneBitAdam", 1, processes=True),
     Form("AdamW", 3, processes=True),
     *(Form("OneBitMuon", stage, by_node=True) for stage in (0, 1)),
@@ -113,14 +121,15 @@ class Life:
 
 def train_on(world: Communicator, life: Life, ledger: int) -> None:
     """Resume, train to the end and save after every step; rank 0 tells the ledger of every step."""
-    engine = make_engine(world, life.form.config)
+    swapped = life.folder.parent / "swapped"
+    engine = make_engine(world, life.form.config(swapped))
     assert not life.form.by_node or engine.optimizer.counters()["nodes"] == life.form.hosts
     if any(life.folder.glob("*")):
         engine.load_checkpoint(life.folder)
     if world.rank == 0:
         os.write(ledger, f"ready {engine.global_steps}\n".encode())
     if life.call is not None and world.rank == life.victim:
-        kill_self_at_call(life.call, str(life.folder))
+        kill_self_at_call(life.call, str(swapped if life.form.disk else life.folder))
     for step in range(engine.global_steps, STEPS):
         (loss,) = train(engine, [step])
         if world.rank == 0:
@@ -138,7 +147,7 @@ def digest_of(engine: Engine) -> str:
     found = hashlib.sha256()
     for parameter in engine.module.parameters():
         own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        found.update(own.detach().numpy().tobytes())
+        found.update(own.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 
 
