@@ -20,15 +20,15 @@ import torch
 
 from experiments.common.errors import InputError
 
-__all__ = ["PeakMemory", "check_supported", "measure_alone"]
+__all__ = ["RETURNING", "PeakMemory", "check_supported", "measure_alone", "status_bytes"]
 
 Measured = TypeVar("Measured")
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 # The number that resets the peak, of proc(5).
 _RESET_PEAK = "5"
-# Memory goes back to the system as soon as it is freed, so that only what is alive counts.
-_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Variables by which memory goes back to the system as soon as it is freed, so that only what is alive counts."""
 
 
 class PeakMemory:
@@ -44,19 +44,19 @@ class PeakMemory:
         """Takes what is there now as the start."""
         gc.collect()
         _RESET.write_text(_RESET_PEAK)
-        self._before = _status_bytes("VmRSS")
+        self._before = status_bytes("VmRSS")
         return self
 
     def __exit__(self, *_: object) -> None:
         """Reads the peak."""
-        self.extra = _status_bytes("VmHWM") - self._before
+        self.extra = status_bytes("VmHWM") - self._before
 
 
 def check_supported() -> None:
     """Raises `InputError` where a process cannot reset its own peak."""
     try:
         _RESET.write_text(_RESET_PEAK)
-        _status_bytes("VmHWM")
+        status_bytes("VmHWM")
     except (OSError, StopIteration) as error:
         raise InputError("peak memory is read from Linux's /proc, which is not there: run this on Linux") from error
 
@@ -73,7 +73,7 @@ def measure_alone(work: Callable[..., Measured], *arguments: object, imported_be
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([work.__module__, *imported_before, *_main_module()])
     with (
-        patch.dict(os.environ, _ENVIRONMENT),
+        patch.dict(os.environ, RETURNING),
         ProcessPoolExecutor(1, context, initializer=_begin, initargs=(torch.get_num_threads(),)) as pool,
     ):
         try:
@@ -96,6 +96,7 @@ def _begin(threads: int) -> None:
     gc.freeze()
 
 
-def _status_bytes(name: str) -> int:
+def status_bytes(name: str) -> int:
+    """What /proc says of this process, as of its VmRSS."""
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
     return 1024 * int(line.split()[1])

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -210,8 +209,8 @@ class _ElementwiseHome(ShardedHome):
             for one in self.rounded:
                 one.commit()
             if self.disk is not None:
-                users = chain.from_iterable((self.gradients[one], self.optimizers[one]) for one in reversed(filled))
-                self.disk.ring.expect(file for user in users for file in user.files)
+                for number in reversed(filled):
+                    self.disk.ring.expect((*self.gradients[number].files, *self.optimizers[number].files))
             self._parameters.move_and_publish(filled, move)
             if self.disk is not None:
                 self.disk.finish()
