@@ -53,6 +53,36 @@ def every_rank_sets_its_shard(comm: Communicator) -> None:
     train(engine, range(4, 6))
 
 
+class Ending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(FEATURES, FEATURES)
+        self.nothing = nn.Linear(FEATURES, 0, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.mix(inputs)
+        return hidden.sum() + self.nothing(hidden).sum()
+
+
+def parameters_without_elements_are_of_the_models_dtype(comm: Communicator) -> None:
+    """Nobody gathers them, so that they rest in the dtype that forwards compute in, however the model was built."""
+    for shards in (False, True):
+        with zero.Init(enabled=shards):
+            model = Ending()
+        engine = initialize(model=model, config=settings(3, **BF16), comm=comm)[0]
+        for step in range(2):
+            engine.backward(engine(batch(comm.rank, step)[0]))
+            engine.step()
+        assert engine.global_steps == 2
+        nothing = engine.module.nothing.weight
+        assert (nothing.dtype, tuple(nothing.shape)) == (torch.bfloat16, (0, FEATURES))
+        with common_folder(comm) as folder:
+            engine.save_checkpoint(folder)
+            engine.load_checkpoint(folder)
+            comm.barrier()
+        engine.close()
+
+
 def gathered_parameters_are_plain_tensors(comm: Communicator) -> None:
     """The objects that the script held before, by whatever name."""
     engine, expected = make_engine(comm, settings(3)), make_model()

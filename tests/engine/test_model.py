@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.tiny import MICRO, make_engine, settings
+from tests.engine.tiny import MICRO, make_engine, make_model, settings, train
 from tests.launching import on_threads
+from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.engine.config import load_config
 from thinwire.engine.model import Precision, UnusedParametersError, check_model
@@ -78,6 +79,22 @@ def test_a_model_is_converted_but_for_what_trains() -> None:
     assert model[3].weight.dtype == torch.float32  # masters come from its values, before they are rounded to bf16
     Precision(None).convert(model, held=set())
     assert model[2].weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("stage", [0, 2])
+@on_threads(2)
+def test_what_is_quantised_stays_as_it_is(comm, tmp_path, stage: int, dtype: torch.dtype) -> None:
+    """Rank 0's bytes on every rank, before and after a checkpoint."""
+    model = make_model()
+    model.weight = nn.Parameter(torch.full((4, 4), 2.0 - comm.rank).to(dtype), requires_grad=False)
+    model.register_buffer("scale", torch.ones(4).to(dtype))
+    engine = initialize(model=model, config=settings(stage, bf16={"enabled": True}), comm=comm)[0]
+    train(engine, range(1))
+    engine.save_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+    assert (model.weight.dtype, model.scale.dtype, model.calls.dtype) == (dtype, dtype, torch.bfloat16)
+    assert torch.equal(model.weight.float(), torch.full((4, 4), 2.0))
 
 
 def test_the_device_of_a_model() -> None:

@@ -31,7 +31,8 @@ _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Precision:
-    """`dtype`: of parameters, buffers and floating inputs; None leaves every parameter and input as it is."""
+    """`dtype`: of parameters, buffers and floating inputs; None leaves every parameter and input as it is. Values of
+    one byte, of a model that is quantised, stay as they are in any case."""
 
     dtype: torch.dtype | None
 
@@ -44,7 +45,7 @@ class Precision:
 
     def dtype_of(self, parameter: Tensor) -> torch.dtype:
         """What the model will see of this parameter, frozen ones included."""
-        return self.dtype if self.dtype is not None and parameter.is_floating_point() else parameter.dtype
+        return self.dtype if self.dtype is not None and _converts(parameter) else parameter.dtype
 
     @torch.no_grad()
     def convert(self, model: nn.Module, held: Set[int]) -> None:
@@ -65,7 +66,7 @@ class Precision:
         converted: dict[int, Tensor] = {}  # modules may share a buffer
         for module in model.modules():
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-                if buffer.is_floating_point():
+                if _converts(buffer):
                     setattr(module, name, converted.setdefault(id(buffer), buffer.to(self.dtype)))
 
     def place(self, inputs: Any, device: torch.device) -> Any:
@@ -74,7 +75,7 @@ class Precision:
         Looks into dicts and other mappings, lists and tuples, whose types are kept; anything else stays as it is.
         """
         if isinstance(inputs, Tensor):
-            floating = inputs.is_floating_point() and self.dtype is not None
+            floating = _converts(inputs) and self.dtype is not None
             return inputs.to(device=device, dtype=self.dtype if floating else inputs.dtype, non_blocking=True)
         if isinstance(inputs, Mapping):
             placed = {key: self.place(value, device) for key, value in inputs.items()}
@@ -89,6 +90,10 @@ class Precision:
             # From a list: a tuple that grows must not be seen by a search of the process's objects in another thread.
             return type(inputs)([self.place(value, device) for value in inputs])
         return inputs
+
+
+def _converts(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 def check_model(

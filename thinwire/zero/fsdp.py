@@ -178,8 +178,10 @@ def shard_model(
         cast_forward_inputs=False,
     )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    # A parameter of no elements has nothing to gather.
+    # A parameter of no elements has nothing to gather, and nobody else gives it the dtype to compute in.
     empty = {parameter for parameter in model.parameters() if not parameter.numel()}
+    for parameter in empty:
+        parameter.data = parameter.to(dtype) if parameter.requires_grad else parameter.data
     offloading = CPUOffloadPolicy(pin_memory=pin) if offload and device.type != "cpu" else OffloadPolicy()
     for module in [*layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offloading, ignored_params=empty)
