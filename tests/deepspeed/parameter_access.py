@@ -107,7 +107,8 @@ def what_is_shown_is_what_is_stepped(comm: Communicator, stage: int, own: bool =
             tolerance = {"rtol": 3e-2, "atol": 3e-2} if "fp16" in changes else {"rtol": 1e-4, "atol": 1e-5}
             torch.testing.assert_close(utils.safe_get_full_grad(one) / scale, expected, **tolerance)
             if step:
-                utils.safe_set_full_grad(one, expected.sign() * scale)
+                new = expected.sign() * scale
+                utils.safe_update_full_grad_vectorized([one], lambda *_, new=new: new)
                 torch.testing.assert_close(utils.safe_get_full_grad(one), expected.sign() * scale)
                 expected.sign_()
             if stage == 3:
@@ -130,6 +131,7 @@ def bad_values(comm: Communicator, stage: int) -> None:
     # Adam's moments begin with zeros.
     assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg_sq"), torch.zeros(16, 16))
     refused(ValueError, "the parameter has no gradient to set", utils.safe_set_full_grad, weight, torch.ones(16, 16))
+    refused(ValueError, "has no gradient to set", utils.safe_update_full_grad_vectorized, [weight], torch.add)
     train(engine, range(1))
     # On every rank, whichever gave the other shape.
     with pytest.raises(ValueError, match=r"the value to set has shape \(3,\), and the parameter \(16, 16\)"):

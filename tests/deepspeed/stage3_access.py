@@ -65,7 +65,7 @@ class Ending(nn.Module):
 
 
 def parameters_without_elements_are_of_the_models_dtype(comm: Communicator) -> None:
-    """Nobody gathers them, so that they rest in the dtype that forwards compute in, however the model was built."""
+    """They are not gathered, and rest in the dtype that forwards compute in, however the model was built."""
     for shards in (False, True):
         with zero.Init(enabled=shards):
             model = Ending()

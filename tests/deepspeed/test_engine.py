@@ -18,7 +18,15 @@ from tests.refusing import refused
 from thinwire.comm import Communicator, threads
 from thinwire.deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO, ds_to_universal
 from thinwire.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from thinwire.deepspeed.runtime.utils import call_to_str, prefix_sum_inc
+from thinwire.deepspeed.runtime.config import get_gradient_clipping
+from thinwire.deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+from thinwire.deepspeed.runtime.utils import (
+    call_to_str,
+    count_used_parameters_in_backward,
+    mask_nan_or_inf_with_val_inplace,
+    prefix_sum_inc,
+)
+from thinwire.deepspeed.runtime.zero.stage_1_and_2 import split_half_float_double
 from thinwire.deepspeed.runtime.zero.utils import ZeRORuntimeException
 from thinwire.deepspeed.utils.logging import logger
 from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, manifest_bytes
@@ -212,3 +220,52 @@ def test_offloaded_state_is_stepped_by_an_optimizer_for_it_where_that_is_forced(
         (None, offloads, {"zero_force_ds_cpu_optimizer": True}),
     ):
         engine_of(client, zero_optimization=zero, **forced).close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_threads(2)
+def test_a_loss_that_fp16_did_not_scale_reaches_no_parameter(comm: Communicator, stage: int) -> None:
+    """Every rank hears of it at once, and goes on as if the backward had not been called."""
+    fp16 = {"enabled": True, "initial_scale_power": 8}
+    engine = engine_of(zero_optimization={"stage": stage}, fp16=fp16)
+    inputs = torch.full((2, 3), 1.0 + comm.rank)
+    refused(RuntimeError, r"Loss scaling is required in fp16.*engine\.scale\(loss\)", engine(inputs).sum().backward)
+    assert all(one.grad is None for one in engine.module.parameters())
+    with torch.no_grad():
+        assert not engine(inputs).requires_grad
+    for backward in (engine.backward, lambda loss: engine.scale(loss).backward()):
+        before = engine.module.weight.clone()
+        backward(engine(inputs).float().sum())
+        engine.step()
+        assert not torch.equal(engine.module.weight, before)
+    plain = engine_of(zero_optimization={"stage": stage})
+    plain(inputs).sum().backward()
+    plain.step()
+    assert plain.global_steps == 1
+
+
+def test_a_loss_is_one_value() -> None:
+    engine = engine_of()
+    refused(AssertionError, r"a scalar tensor, the loss, got \(2, 1\)", engine.scale, engine(torch.ones(2, 3)))
+
+
+def test_tensors_are_sorted_masked_and_counted() -> None:
+    dense = [torch.zeros(2, dtype=one) for one in (torch.half, torch.float, torch.double, torch.bfloat16)]
+    others = [torch.ones(1).to_sparse(), torch.ones(1, 1).to_sparse_csr(), torch.ones(1, dtype=torch.long)]
+    assert [len(bucket) for bucket in split_half_float_double([*others, *dense, *dense])] == [2, 2, 2, 2]
+    assert [bucket[0] for bucket in split_half_float_double([dense[1], *others])] == [dense[1]]
+    values = torch.tensor([float("nan"), float("inf"), 2.0])
+    mask_nan_or_inf_with_val_inplace(values, device=values.device, val=1.5)
+    assert values.tolist() == [1.5, 1.5, 2.0]
+    used, unused = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    counts: list[int] = []
+    every = [*used.parameters(), *unused.parameters(), None]
+    used.weight.register_hook(lambda _: counts.append(count_used_parameters_in_backward(every)))
+    used(torch.ones(1, 2)).sum().backward()
+    assert counts == [2]
+    refused(RuntimeError, "must be called during backward execution", count_used_parameters_in_backward, every)
+
+
+def test_the_configuration_clips_nothing_unless_it_says_so() -> None:
+    assert get_gradient_clipping({}) == GRADIENT_CLIPPING_DEFAULT == engine_of().gradient_clipping()
+    assert get_gradient_clipping({"gradient_clipping": 0.5}) == 0.5

@@ -48,9 +48,10 @@ from thinwire.deepspeed.ops import __compatible_ops__
 from thinwire.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from thinwire.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from thinwire.deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
+from thinwire.deepspeed.ops.adam.fused_adam import multi_tensor_applier
 from thinwire.deepspeed.ops.lamb import FusedLamb
 from thinwire.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from thinwire.deepspeed.ops.op_builder import CPUAdamBuilder
+from thinwire.deepspeed.ops.op_builder import CPUAdagradBuilder, CPUAdamBuilder, CPULionBuilder, QuantizerBuilder
 from thinwire.deepspeed.ops.sparse_attention import BertSparseSelfAttention, FixedSparsityConfig, SparseSelfAttention
 from thinwire.deepspeed.ops.sparse_attention.matmul import MatMul
 from thinwire.deepspeed.ops.sparse_attention.softmax import Softmax
@@ -66,6 +67,7 @@ from thinwire.deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from thinwire.deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from thinwire.deepspeed.runtime.engine import DeepSpeedEngine
 from thinwire.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from thinwire.deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from thinwire.deepspeed.runtime.fp16.loss_scaler import INITIAL_LOSS_SCALE, DynamicLossScaler, LossScaler
 from thinwire.deepspeed.runtime.fp16.onebit.adam import OnebitAdam
 from thinwire.deepspeed.runtime.fp16.onebit.lamb import OnebitLamb
@@ -79,10 +81,13 @@ from thinwire.deepspeed.runtime.zero import unwrap_model_for_generation
 from thinwire.deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
 from thinwire.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from thinwire.deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init, ZeroParamStatus
+from thinwire.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, split_half_float_double
+from thinwire.deepspeed.runtime.zero.tensor_fragment import safe_set_full_grad
 from thinwire.deepspeed.runtime.zero.utils import is_zero_param
 from thinwire.deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live
 from thinwire.deepspeed.utils import set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from thinwire.deepspeed.utils import RepeatingLoader, instrument_w_nvtx, logger, safe_get_full_grad
+from thinwire.deepspeed.utils import safe_update_full_grad_vectorized
 from thinwire.deepspeed.utils.groups import get_data_parallel_world_size
 from thinwire.deepspeed.utils.tensor_fragment import safe_get_full_fp32_param, safe_set_local_optimizer_state
 from thinwire.deepspeed.utils.torch import required_torch_version
@@ -90,16 +95,22 @@ from thinwire.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_
 """.strip()
 
 NOT_OFFERED = {
+    "comm.torch.TorchBackend": "comm has the calls",
     "init_inference": "serve the weights",
     "monitor.trackio.TrackioMonitor": "tensorboard",
     "moe.layer.MoE": "no expert parallelism",
+    "ops.adam.fused_adam.multi_tensor_applier": "FusedAdam steps",
     "ops.transformer.DeepSpeedTransformerLayer": "scaled_dot_product_attention",
     "runtime.comm.nccl.NcclBackend": "CompressedExchange",
+    "runtime.data_pipeline.data_sampling.indexed_dataset.MMapIndexedDataset": "training_data",
     "runtime.fp16.fused_optimizer.FP16_Optimizer": "the engine's",
+    "runtime.fp16.loss_scaler.LossScaleConfig": "the engine's",
     "runtime.pipe.topology.PipelineParallelGrid": "engine.mesh has the ranks",
+    "runtime.torch_autocast.has_comm_dtype": "torch.autocast in it",
     "runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live": "thinwire plan",
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "ShardedOptimizer",
     "utils.groups.initialize": "no expert parallelism",
+    "utils.numa.get_numactl_cmd": "srun --cpu-bind",
     "utils.timer.SynchronizedWallClockTimer": "wall_clock_breakdown",
     "zero.TiledLinear": "offload_param",
 }

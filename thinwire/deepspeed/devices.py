@@ -171,7 +171,22 @@ def is_current_accelerator_supported() -> bool:
 
 git_hash = git_branch = None
 installed_ops: dict[str, bool] = {}
-compatible_ops = {"fused_adam": True, "cpu_adam": True, "fused_lamb": True, "sparse_attn": True, "async_io": False}
+_OPERATIONS = {
+    "FusedAdamBuilder": ("fused_adam", True),
+    "CPUAdamBuilder": ("cpu_adam", True),
+    "CPUAdagradBuilder": ("cpu_adagrad", True),
+    "FusedLambBuilder": ("fused_lamb", True),
+    "FusedLionBuilder": ("fused_lion", True),
+    "CPULionBuilder": ("cpu_lion", True),
+    "SparseAttnBuilder": ("sparse_attn", True),
+    "AsyncIOBuilder": ("async_io", False),  # for swapping to NVMe, which here needs no extension
+    "QuantizerBuilder": ("quantizer", False),
+    "FPQuantizerBuilder": ("fp_quantizer", False),
+    "TransformerBuilder": ("transformer", False),
+    "InferenceBuilder": ("transformer_inference", False),
+    "EvoformerAttnBuilder": ("evoformer_attn", False),
+}
+compatible_ops = dict(_OPERATIONS.values())
 
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),
@@ -196,12 +211,10 @@ class OpBuilder:
         return 0, 0
 
 
-def _builder(class_name: str, operation: str) -> type[OpBuilder]:
-    return type(class_name, (OpBuilder,), {"NAME": operation, "__module__": __name__})
-
-
-FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam")
-CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam")
-FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb")
-SparseAttnBuilder = _builder("SparseAttnBuilder", "sparse_attn")
-AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io")  # for swapping to NVMe, which here needs no extension
+def __getattr__(name: str) -> type[OpBuilder]:
+    """A builder, by its class's name."""
+    if name not in _OPERATIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    builder = type(name, (OpBuilder,), {"NAME": _OPERATIONS[name][0], "__module__": __name__})
+    globals()[name] = builder
+    return builder

@@ -13,7 +13,7 @@ import torch
 
 from thinwire.comm import detect
 from thinwire.deepspeed.errors import DeepSpeedUsageError, NotOfferedError
-from thinwire.deepspeed.getters import LossScaleConfig, why_foreign, with_getters
+from thinwire.deepspeed.getters import LossScaleConfig, refuse_unscaled, why_foreign, with_getters
 from thinwire.deepspeed.monitors import ThroughputTimer
 from thinwire.deepspeed.parameters.gathering import GatheredParameters
 from thinwire.deepspeed.parameters.sharded import PREPARED, get_z3_leaf_modules
@@ -313,6 +313,18 @@ class TrainingEngine(Engine):
 
 class DeepSpeedEngine(TrainingEngine):
     """thinwire's engine, which refuses what DeepSpeed's asserts against, and has the methods that scripts override."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the engine's. In fp16 a backward that begins with a loss which was not scaled raises RuntimeError."""
+        return refuse_unscaled(super().__call__(*args, **kwargs), self._losses, self.loss_scaler)
+
+    forward = __call__
+
+    def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """As the engine's. Raises DeepSpeedUsageError, an AssertionError, for more values than one."""
+        if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+            raise DeepSpeedUsageError(f"scale() takes a scalar tensor, the loss, got {tuple(loss.shape)}: reduce it")
+        return super().scale(loss, retain_graph)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

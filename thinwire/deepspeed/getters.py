@@ -8,8 +8,10 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from thinwire.engine import Engine, EngineConfig
+from thinwire.engine.backwards import StepLosses
 from thinwire.engine.config.models import OffloadConfig
 from thinwire.engine.loss_scale import DynamicLossScale, LossScale
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
@@ -237,6 +239,23 @@ class LossScaleConfig:
         if not isinstance(scale, DynamicLossScale) or read is None:
             raise AttributeError(f"a loss scale that is {'' if read is None else 'not '}dynamic has no {name}")
         return read(scale)
+
+
+def refuse_unscaled(outputs: Any, losses: StepLosses, loss_scale: LossScale | None) -> Any:
+    """`outputs` of a forward, through which a backward raises RuntimeError before it reaches a parameter, where
+    `loss_scale` is fp16's and no loss of the step was scaled by the engine."""
+
+    def check(_: torch.Tensor) -> None:
+        if not losses.count:
+            raise RuntimeError(
+                "Loss scaling is required in fp16, and backward() was called on a loss that is not scaled: call "
+                "engine.backward(loss), or engine.scale(loss).backward()"
+            )
+
+    for one in [] if loss_scale is None else tree_leaves(outputs):
+        if isinstance(one, torch.Tensor) and one.requires_grad:
+            one.register_hook(check)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 _OF_DYNAMIC: Mapping[str, Callable[[DynamicLossScale], float]] = {

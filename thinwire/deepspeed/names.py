@@ -41,6 +41,11 @@ _ENGINES_PRECISION = Instead(
 _ENGINES_SHARDING = Instead(
     "sharding is the engine's, zero_optimization in the configuration; without it there is thinwire.ShardedOptimizer"
 )
+_NO_INDEX = Instead("give the engine any torch data set as training_data, one of memory-mapped arrays say")
+_NO_KERNEL = Instead("thinwire.deepspeed.ops.adam.FusedAdam steps, and has no kernel apart from that")
+_NO_CORES = Instead("the launcher binds ranks to cores: numactl or taskset before python, or srun --cpu-bind")
+_NO_OBJECTS = Instead("thinwire.deepspeed.comm has the calls, over torch.distributed")
+_NO_AUTOCAST = Instead("gradients leave in communication_data_type, whatever casts a forward: use torch.autocast in it")
 _PLAN = Instead("`thinwire plan --model MODEL` estimates memory and time of every stage")
 
 _LAYOUTS = (
@@ -53,6 +58,8 @@ _LEAVES = (
 )
 _OPTIMIZERS = "DeepSpeedOptimizer=SynchronizedOptimizer ZeROOptimizer=SynchronizedOptimizer"
 _MONITORS = "MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor=CsvMonitor"
+
+_PROFILER = {".monitors": "FlopsProfiler=DeepSpeedFlopsProfiler", "thinwire.engine": "get_model_profile"}
 
 NAMES: Mapping[str, Mapping[str, str]] = {
     "": {
@@ -89,6 +96,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_fn=reduce_scatter_tensor "
         "reduce_scatter_tensor scatter send",
     },
+    "comm.torch": {_NO_OBJECTS: "StagedWork TorchBackend"},
     "git_version_info": {
         ".devices": "compatible_ops git_branch git_hash installed_ops torch_info",
         "thinwire.version": "version=__version__",
@@ -115,12 +123,14 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "ops.adagrad": {"torch.optim": "DeepSpeedCPUAdagrad=Adagrad"},
     "ops.adam": {".optimizers": "DeepSpeedCPUAdam FusedAdam"},
     "ops.adam.cpu_adam": {".optimizers": "DeepSpeedCPUAdam"},
-    "ops.adam.fused_adam": {".optimizers": "FusedAdam"},
+    "ops.adam.fused_adam": {".optimizers": "FusedAdam", _NO_KERNEL: "multi_tensor_applier"},
     "ops.aio": {".devices": "AsyncIOBuilder"},
     "ops.lamb": {"thinwire.optim": "FusedLamb=Lamb"},
     "ops.lion": {".optimizers": "DeepSpeedCPULion=FusedLion FusedLion"},
     "ops.op_builder": {
-        ".devices": "AsyncIOBuilder CPUAdamBuilder FusedAdamBuilder FusedLambBuilder OpBuilder SparseAttnBuilder"
+        ".devices": "AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder EvoformerAttnBuilder "
+        "FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder InferenceBuilder OpBuilder "
+        "QuantizerBuilder SparseAttnBuilder TransformerBuilder"
     },
     "ops.sparse_attention": {
         ".ops.sparse_attention.sparsity_config": _LAYOUTS,
@@ -138,10 +148,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "DenseSparsityConfig=Dense FixedSparsityConfig=Fixed SparsityConfig VariableSparsityConfig=Variable",
     },
     "ops.transformer": {_NO_LAYERS: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
-    "profiling.flops_profiler": {
-        ".monitors": "FlopsProfiler=DeepSpeedFlopsProfiler",
-        "thinwire.engine": "get_model_profile",
-    },
+    "profiling.flops_profiler": _PROFILER,
+    "profiling.flops_profiler.profiler": _PROFILER,
     "runtime.activation_checkpointing.checkpointing": {".checkpointing": ALL},
     "runtime.base_optimizer": {"thinwire.zero.synchronized_optimizer": _OPTIMIZERS},
     "runtime.bf16_optimizer": {_ENGINES_PRECISION: "BF16_Optimizer"},
@@ -150,15 +158,18 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "runtime.config": {
         ".sections": "ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER DeepSpeedConfig DeepSpeedConfigError "
         "LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER ONEBIT_ADAM_OPTIMIZER ONEBIT_LAMB_OPTIMIZER "
-        "ZERO_ONE_ADAM_OPTIMIZER"
+        "ZERO_ONE_ADAM_OPTIMIZER get_gradient_clipping"
     },
     "runtime.config_utils": {".sections": "DeepSpeedConfigModel"},
+    "runtime.constants": {".sections": "GRADIENT_CLIPPING_DEFAULT"},
+    "runtime.data_pipeline.data_sampling.indexed_dataset": {_NO_INDEX: "MMapIndexedDataset MMapIndexedDatasetBuilder"},
     "runtime.dataloader": {"thinwire.engine": "DeepSpeedDataLoader=ResumableLoader RepeatingLoader"},
     "runtime.engine": {".engine": "DeepSpeedEngine", ".sections": "ADAM_OPTIMIZER LAMB_OPTIMIZER"},
     "runtime.fp16.fused_optimizer": {_ENGINES_PRECISION: "FP16_Optimizer"},
     "runtime.fp16.loss_scaler": {
         "thinwire.engine.loss_scale": "DynamicLossScaler=DynamicLossScale LossScaler=FixedLossScale",
         ".sections": "CONSECUTIVE_HYSTERESIS DELAYED_SHIFT INITIAL_LOSS_SCALE MIN_LOSS_SCALE SCALE_WINDOW",
+        _ENGINES_PRECISION: "LossScaleConfig LossScaleProfile",
     },
     "runtime.fp16.onebit": {"thinwire.optim": "OnebitAdam=OneBitAdam OnebitLamb=OneBitLamb ZeroOneAdam"},
     "runtime.fp16.onebit.adam": {"thinwire.optim": "OnebitAdam=OneBitAdam"},
@@ -181,9 +192,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "runtime.progressive_layer_drop": {"thinwire.pld": "ProgressiveLayerDrop"},
     "runtime.swap_tensor": {".sections": "MIN_SWAPPABLE_BYTES"},
+    "runtime.torch_autocast": {_NO_AUTOCAST: "get_comm_dtype has_comm_dtype"},
     "runtime.utils": {
         "torch.nn.utils": "clip_grad_norm_",
-        ".utilities": "call_to_str empty_cache ensure_directory_exists get_global_norm "
+        ".utilities": "call_to_str check_internal_apis_for_count_used_parameters count_used_parameters_in_backward "
+        "empty_cache ensure_directory_exists get_global_norm mask_nan_or_inf_with_val_inplace "
         "partition_balanced partition_uniform prefix_sum_inc see_memory_usage set_random_seed",
         _NO_PARTS: "PartitionedTensor",
     },
@@ -218,8 +231,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "runtime.zero.stage_1_and_2": {
         _ENGINES_SHARDING: "DeepSpeedZeroOptimizer",
+        ".utilities": "split_half_float_double",
         _PLAN: "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live",
     },
+    "runtime.zero.tensor_fragment": {".parameters.fragments": ALL},
     "runtime.zero.tiling": {_NO_TILES: "TiledLinear TiledLinearReturnBias"},
     "runtime.zero.utils": {
         ".parameters.marks": "is_zero_param",
@@ -238,6 +253,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "utils.init_on_device": {".utilities": "OnDevice"},
     "utils.logging": {".utilities": "log_dist log_dist_once logger print_dist set_log_level_from_string"},
+    "utils.numa": {_NO_CORES: "get_numa_cores get_numactl_cmd parse_range_list"},
     "utils.nvtx": {".utilities": "instrument_w_nvtx"},
     "utils.tensor_fragment": {".parameters.fragments": ALL},
     "utils.timer": {".monitors": "ThroughputTimer", _NO_TIMERS: "SynchronizedWallClockTimer"},

@@ -253,6 +253,14 @@ def get_float16_config(param_dict: Mapping[str, Any]) -> Fp16Config:
     return Fp16Config.model_validate(param_dict.get("fp16", {}))
 
 
+GRADIENT_CLIPPING_DEFAULT = 0.0  # none, as in DeepSpeed until June 2026
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
+    """What a configuration clips the gradient's norm to; 0 for no clipping."""
+    return float(param_dict.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT))
+
+
 def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Whether thinwire can shard this optimizer's class, which is so of every elementwise one."""
     kind = type(optimizer)

@@ -49,6 +49,42 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     print(f"{message}\nallocated {now:.2f} GiB, at most {most:.2f} GiB on {device.device_name()}", flush=True)
 
 
+def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The dense tensors by dtype: those in fp16, fp32, fp64 and bf16, without the dtypes that none has."""
+    dense = [one for one in tensors if one.layout == torch.strided]
+    kinds = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
+    return [of_kind for kind in kinds if (of_kind := [one for one in dense if one.dtype == kind])]
+
+
+def mask_nan_or_inf_with_val_inplace(tensor: Tensor, device: Any = None, val: float = -1.0) -> None:
+    """Write `val` where a tensor is not finite, on whatever device it is."""
+    tensor.masked_fill_(tensor.isfinite().logical_not_(), val)
+
+
+def check_internal_apis_for_count_used_parameters() -> bool:
+    """Whether this torch says which nodes the running backward will reach."""
+    return hasattr(torch.autograd.graph, "_get_grad_fn_or_grad_acc") and all(
+        hasattr(torch._C, name) for name in ("_current_graph_task_id", "_will_engine_execute_node")
+    )
+
+
+def count_used_parameters_in_backward(parameters: Iterable[Any]) -> int:
+    """How many of the parameters the running backward will reach; all that want a gradient, where torch cannot say.
+
+    Raises RuntimeError outside of a backward.
+    """
+    wanted = [one for one in parameters if isinstance(one, Tensor) and one.requires_grad]
+    if not check_internal_apis_for_count_used_parameters():
+        return len(wanted)
+    if torch._C._current_graph_task_id() == -1:
+        raise RuntimeError(
+            "count_used_parameters_in_backward() must be called during backward execution, in a hook say"
+        )
+    with torch.enable_grad():  # without it a leaf has no node
+        nodes = [torch.autograd.graph._get_grad_fn_or_grad_acc(one) for one in wanted]
+    return sum(torch._C._will_engine_execute_node(node) for node in nodes)
+
+
 def set_random_seed(seed: int) -> None:
     """Seed Python and torch, on every device."""
     random.seed(seed)

@@ -178,7 +178,7 @@ def shard_model(
         cast_forward_inputs=False,
     )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    # A parameter of no elements has nothing to gather, and nobody else gives it the dtype to compute in.
+    # A parameter of no elements has nothing to gather: it rests in the dtype that the others are gathered in.
     empty = {parameter for parameter in model.parameters() if not parameter.numel()}
     for parameter in empty:
         parameter.data = parameter.to(dtype) if parameter.requires_grad else parameter.data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -121,6 +122,22 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     if own is None:
         raise ValueError(_NO_GRADIENT)
     own.copy_(written)
+
+
+@torch.no_grad()
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[Tensor], update_func: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Have the next step() take `update_func(gradient, parameter)` in the place of each parameter's gradient.
+
+    Gradients are as safe_get_full_grad gives them. Collective. Raises ValueError where a parameter has none, and as
+    safe_set_full_grad does.
+    """
+    for one in param_list:
+        gradient = safe_get_full_grad(one)
+        if gradient is None:
+            raise ValueError(_NO_GRADIENT)
+        safe_set_full_grad(one, update_func(gradient, one))
 
 
 # This rank's shard, at stage 3
