@@ -21,15 +21,15 @@ from thinwire.plan import (
     Processor,
     Schedule,
     Workload,
-    commands,
     load_calibration,
     methods_for,
     named_model,
     plan,
     predict,
+    request,
     save_calibration,
 )
-from thinwire.plan.answer import finding
+from thinwire.plan.picture import finding
 
 COMPUTE = ("--forward", "100ms", "--backward", "200ms")
 NODES = ("--nodes", "4", "--ranks-per-node", "3")
@@ -122,6 +122,10 @@ FAST = ("--model", "bert-base", "--link", "100Gb/s", "--device", "t4")
         (
             (*COMPUTE, *CLUSTER, "--parameters", "340e9", "--memory", "1GB"),
             "Nothing fits into 1 GB a rank: AdamW on shards at ZeRO stage 3 needs least, 453 GB",
+        ),
+        (
+            (*ONE_LINE, "--dtype", "bf16", "--memory", "700MB", "--recompute", "--host-memory", "64GB"),
+            'config={..., "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": ',
         ),
         # Only what costs loss was asked for.
         (
@@ -241,7 +245,7 @@ def test_nothing_is_assumed_of_what_was_given(capsys) -> None:
 
 
 def test_a_measured_script_s_dtype_is_taken(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "measure_script", lambda *_: replace(WORKLOAD, dtype="bf16"))
+    monkeypatch.setattr(request, "measure_script", lambda *_: replace(WORKLOAD, dtype="bf16"))
     for more, dtype in (((), "bf16"), (("--dtype", "fp32"), "fp32")):
         code, printed, _ = run(capsys, "plan", "--measure", __file__, *LINK, *more, "--json")
         assert (code, json.loads(printed)["dtype"]) == (0, dtype)
@@ -303,6 +307,9 @@ def test_a_calibration_stands_for_the_cluster(capsys, tmp_path: Path) -> None:
         ((*NODES, *INSIDE, "--model", "bert-base"), "the rate of a node's link is not known: give --link 1Gb/s"),
         (("--model", "bert-base", "--link", "1"), "--link must be a rate, as in 1Gb/s, 10GbE"),
         (("--calibration", "/nowhere", "--model", "bert-base"), "the calibration /nowhere cannot be read"),
+        ((*CLUSTER, "--model", "bert-base", "--disk", "1TB"), "give both --disk and --disk-rate, or neither"),
+        ((*CLUSTER, "--model", "bert-base", "--host-rate", "1GB/s"), "give --host-memory or --disk"),
+        ((*CLUSTER, "--model", "bert-base", "--host-memory", "0GB"), "--host-memory must be"),
         ((*CLUSTER, "--measure", "/nowhere"), "--measure finds out itself: leave out --forward, --backward"),
     ],
 )

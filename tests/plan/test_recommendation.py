@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from thinwire.plan import (
     Cluster,
     Link,
     Method,
+    PlanError,
     Processor,
     Schedule,
     Workload,
@@ -33,6 +35,7 @@ from thinwire.plan.recommendation import (
     keeps_the_loss,
     local_updates_loss,
 )
+from thinwire.plan.workload import Host
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 
@@ -158,6 +161,62 @@ def test_memory_decides_for_shards() -> None:
     assert narrow.best is not None
     assert narrow.best.method == Method("sharded-adam", 3)
     assert plan(bert("large"), cluster, methods, memory_limit=1e6).best is None
+
+
+OFFLOADED = st.sampled_from([(stage, place) for stage in (1, 2, 3) for place in ("memory", "disk")])
+
+
+@given(OFFLOADED, st.sampled_from(("fp32", "bf16")))
+def test_what_devices_do_not_hold_hosts_do(how: tuple[int, Any], dtype: Any) -> None:
+    """In bf16 no byte is lost or held twice; in fp32 masters lie apart from weights at stages 1 and 2."""
+    stage, place = how
+    host = Host(1e12, disk=1e13, disk_rate=1e9)
+    cluster, model = replace(ethernet(2, 4), host=host), plain_model(80_000_000)
+    workload = Workload(model, 0.1, 0.2, dtype=dtype)
+    moved, whole = (predict(workload, cluster, Method("sharded-adam", stage, offload=one)) for one in (place, None))
+    again = 4 * model.parameters / 8 if dtype == "fp32" and stage < 3 else 0
+    assert 4 * (moved.memory_bytes - again) + sum(moved.offloaded.values()) == pytest.approx(4 * whole.memory_bytes)
+    assert moved.offloaded["disk"] == (4 * (12 if dtype == "bf16" or stage < 3 else 8) * 1e7 if place == "disk" else 0)
+    way = (1 if stage == 3 else 2) * 1e7 * workload.element_bytes / host.link
+    seconds = 4e7 * 24 / host.disk_rate if place == "disk" else 4e7 * 28 / host.rate
+    computed = 0.3 + way + seconds
+    assert moved.average.compute == pytest.approx(computed)
+
+
+def test_the_fastest_that_fits_goes_only_as_far_from_the_device_as_it_must() -> None:
+    workload = Workload(plain_model(10**10), 1.0, 2.0, dtype="bf16")
+
+    def best(memory: float, host: Host) -> tuple[int, str | None]:
+        cluster = replace(ethernet(4, 4, 100.0), host=host)
+        found = plan(workload, cluster, methods_for(cluster, ("sharded-adam",)), memory_limit=memory).best
+        assert found is not None
+        return found.method.stage, found.method.offload
+
+    slow = 10e9
+    assert best(50e9, Host(1e12, slow))[1] is None
+    assert best(5e9, Host(1e12, slow)) == (3, "memory")
+    assert best(5e9, Host(3e10, slow, disk=1e12, disk_rate=3e9)) == (3, "disk")
+
+
+@pytest.mark.parametrize("given", [{"weights": "int8"}, {"offload": "tape"}, {"hierarchical": True}])
+def test_what_shards_cannot_be(given: Any) -> None:
+    with pytest.raises(PlanError):
+        Method("sharded-adam", 1, **given)
+
+
+def test_stage_3_through_codecs_sends_what_zero_plus_plus_does() -> None:
+    """0.75 of 3 parameters between many nodes, of 16 bits; with 4-bit differences 0.5; alike where steps accumulate."""
+    cluster = ethernet(64, 8)
+    for accumulation in (1, 3):
+        workload = Workload(plain_model(10**10), 1.0, 2.0, accumulation, dtype="bf16")
+        many = Method("sharded-adam", 3)
+        exact = predict(workload, cluster, many).average.bytes_between
+        for weights, elements in (("int8", 0.5), ("int4", 0.25)):
+            method = replace(many, hierarchical=True, weights=weights, gradients="int4")  # type: ignore[arg-type]
+            sent = predict(workload, cluster, method)
+            share = (elements + 0.25 * accumulation) / (3 * accumulation)
+            assert sent.average.bytes_between / exact == pytest.approx(share, rel=0.03)
+            assert not keeps_the_loss(method)
 
 
 # Buckets follow the link: larger ones where latency is high, and none are named that would not help

@@ -1,16 +1,15 @@
-"""A plan as people and programs read it: the short answer with the line to write, a table, JSON, a picture."""
+"""A plan as people and programs read it: the short answer with the line to write, a table, JSON."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from thinwire.plan.cluster import Cluster
 from thinwire.plan.methods import DILOCO, ONEBIT_MUON, POWERSGD, SHARDED_ADAM, Method, OuterSchedule, Schedule
-from thinwire.plan.prediction import Prediction, StepPrediction, predict
+from thinwire.plan.prediction import Prediction, StepPrediction
 from thinwire.plan.recommendation import (
     BASELINE,
     LOSSES,
@@ -18,17 +17,16 @@ from thinwire.plan.recommendation import (
     SOURCE,
     WORTH_IT,
     Plan,
-    at_rate,
     better_buckets,
     local_updates_loss,
     loss_in_words,
 )
-from thinwire.plan.units import PlanError, rate_in_words, seconds_in_words, size_in_words
+from thinwire.plan.units import rate_in_words, seconds_in_words, size_in_words
 
 _DDP = "model = DistributedDataParallel(model)"
 
 
-def _title(method: Method) -> str:
+def title(method: Method) -> str:
     """What a sentence calls it."""
     if method.algorithm == POWERSGD:
         return f"PowerSGD of rank {method.rank}"
@@ -38,10 +36,14 @@ def _title(method: Method) -> str:
         SHARDED_ADAM: "AdamW on shards",
         DILOCO: "DiLoCo",
     }
-    title = method.entry.name if method.entry is not None else named[method.algorithm]
+    words = method.entry.name if method.entry is not None else named[method.algorithm]
     if method.stage:
-        title += f" at ZeRO stage {method.stage}"
-    return f"{title}, by node" if method.hierarchical else title
+        words += f" at ZeRO stage {method.stage}"
+    if method.hierarchical:
+        words += ", by node"
+    if method.has_codecs:
+        words += f", weights in {method.weights}, gradients in {method.gradients}"
+    return words if method.offload is None else f"{words}, offloaded to {method.offload}"
 
 
 def _code_for(method: Method, cluster: Cluster, schedule: Schedule, *, steps_given: bool = False) -> str:
@@ -54,9 +56,7 @@ def _code_for(method: Method, cluster: Cluster, schedule: Schedule, *, steps_giv
         state = f"PowerSGDState(None, {method.rank}, start_powerSGD_iter={schedule.powersgd_start})"
         return f"{_DDP}; model.register_comm_hook(powerSGD_hook.{state}, powerSGD_hook.powerSGD_hook)"
     if method.algorithm == SHARDED_ADAM:
-        if method.stage == 3:
-            return 'thinwire.initialize(model=model, config={..., "zero_optimization": {"stage": 3}})'
-        return f"thinwire.ShardedOptimizer(model.parameters(), torch.optim.AdamW, stage={method.stage}, lr=lr)"
+        return _code_for_shards(method, cluster)
     if method.algorithm == DILOCO:
         given, usual = schedule.outer, OuterSchedule()
         options = ["lr=lr", f"every={given.every}"]
@@ -82,6 +82,22 @@ def _code_for(method: Method, cluster: Cluster, schedule: Schedule, *, steps_giv
     if cluster.has_hierarchy and not method.hierarchical:
         options.append('nodes="flat"')
     return f"thinwire.{method.entry.name}(model.parameters(), {', '.join(options)})"
+
+
+def _code_for_shards(method: Method, cluster: Cluster) -> str:
+    if method.stage < 3:
+        offload = {None: "", "memory": ", offload=True", "disk": ", offload=path"}[method.offload]
+        return f"thinwire.ShardedOptimizer(model.parameters(), torch.optim.AdamW, stage={method.stage}, lr=lr{offload})"
+    options = ['"stage": 3']
+    options += [f'"{name}_codec": "{codec}"' for name in ("weights", "gradients") if (codec := getattr(method, name))]
+    if method.hierarchical:
+        options.append(f'"node_size": {cluster.ranks_per_node}')
+    if method.offload is not None:
+        place = {"memory": '"cpu"', "disk": '"nvme", "nvme_path": path'}[method.offload]
+        options.append(f'"offload_optimizer": {{"device": {place}}}')
+        if cluster.host is not None and cluster.host.memory:
+            options.append('"offload_param": {"device": "cpu"}')
+    return f'thinwire.initialize(model=model, config={{..., "zero_optimization": {{{", ".join(options)}}}}})'
 
 
 _ROUNDING = 1e-9
@@ -148,6 +164,7 @@ def _prediction_as_json(plan: Plan, prediction: Prediction) -> dict[str, Any]:
         },
         "memory": dict(prediction.memory),
         "memory_bytes": prediction.memory_bytes,
+        "offloaded": dict(prediction.offloaded),
         "fits": plan.fits(prediction),
     }
     measured = LOSSES.get(prediction.method.algorithm)
@@ -222,7 +239,8 @@ def as_answer(plan: Plan, assumed: Sequence[str] = (), *, steps_given: bool = Fa
     lines += [
         f"  write    {_code_for(best.method, plan.cluster, plan.schedule, steps_given=steps_given)}",
         f"  loss     {loss}",
-        f"  memory   {size_in_words(best.memory_bytes)} a rank{counted}",
+        f"  memory   {size_in_words(best.memory_bytes)} a rank{counted}"
+        + "".join(f"; of a node's {place} {size_in_words(held)}" for place, held in best.offloaded.items() if held),
         f"  pays     {_where_it_pays(plan, best.method)}",
     ]
     if (buckets := better_buckets(plan)) is not None:
@@ -232,7 +250,7 @@ def as_answer(plan: Plan, assumed: Sequence[str] = (), *, steps_given: bool = Fa
     if (outer := _outer(plan, best)) is not None:
         lines.append(f"  outer    {outer}")
     faster = [
-        f"{_title(one.method)} {seconds_in_words(one.step_seconds)} ({_why_not(plan, one.method)})"
+        f"{title(one.method)} {seconds_in_words(one.step_seconds)} ({_why_not(plan, one.method)})"
         for one in plan.faster()
     ]
     if faster:
@@ -242,7 +260,7 @@ def as_answer(plan: Plan, assumed: Sequence[str] = (), *, steps_given: bool = Fa
 
 
 def _headline(plan: Plan, best: Prediction) -> str:
-    text = f"Take {_title(best.method)}: {seconds_in_words(best.step_seconds)} a step"
+    text = f"Take {title(best.method)}: {seconds_in_words(best.step_seconds)} a step"
     if len(best.phases) > 1:
         text += " over the run"
     if plan.cluster.ranks == 1:
@@ -253,7 +271,7 @@ def _headline(plan: Plan, best: Prediction) -> str:
     for other in others:
         if other != best.method:
             factor = plan.of(other).step_seconds / best.step_seconds
-            comparisons.append(f"{f'{factor:.1f}x ' if factor >= 1.05 else ''}as fast as {_title(other)}")
+            comparisons.append(f"{f'{factor:.1f}x ' if factor >= 1.05 else ''}as fast as {title(other)}")
     return f"{text}, {' and '.join(comparisons)}" if comparisons else text
 
 
@@ -261,8 +279,8 @@ def _where_it_pays(plan: Plan, best: Method) -> str:
     """The link rate at which one has to think again."""
     one_bit = best if best.sends_less else Method("onebit-adam")
     rate = plan.break_even(one_bit, WORTH_IT)
-    ahead = f"{WORTH_IT}x as fast as {_title(BASELINE)}"
-    who = "it" if best.sends_less else _title(one_bit)
+    ahead = f"{WORTH_IT}x as fast as {title(BASELINE)}"
+    who = "it" if best.sends_less else title(one_bit)
     if rate == 0:
         return f"at no link rate is {who} {ahead}"
     if math.isinf(rate):
@@ -304,94 +322,11 @@ def _nothing_fits(plan: Plan) -> str:
     if fitting:
         fastest = min(fitting, key=lambda one: one.step_seconds)
         return (
-            f"None of these is known to keep the loss; the fastest is {_title(fastest.method)}, "
+            f"None of these is known to keep the loss; the fastest is {title(fastest.method)}, "
             f"{seconds_in_words(fastest.step_seconds)} a step ({_why_not(plan, fastest.method)}): --speed-only takes it"
         )
     least = min(plan.predictions, key=lambda one: one.memory_bytes)
     return (
-        f"Nothing fits into {size_in_words(plan.memory_limit or 0)} a rank: {_title(least.method)} needs least, "
+        f"Nothing fits into {size_in_words(plan.memory_limit or 0)} a rank: {title(least.method)} needs least, "
         f"{size_in_words(least.memory_bytes)}"
     )
-
-
-# Step time against link rate, as a picture
-
-_AROUND = 100.0  # the picture goes from a hundredth of the link's rate to a hundred times it
-_POINTS = 60
-_ALIKE = 0.02
-_COLOURS = ("#d1495b", "#edae49", "#00798c", "#7a9e3f", "#5a3e85", "#30638e", "#3d348b")
-
-
-def finding(plan: Plan) -> str:
-    """What the picture shows, in a sentence."""
-    where = f"{plan.workload.model.name} on {plan.cluster.nodes} nodes"
-    best = plan.best
-    if best is None:
-        return f"{where}: nothing fits into {size_in_words(plan.memory_limit or 0)} a rank"
-    rate = rate_in_words(_own_rate(plan))
-    if best.method == BASELINE:
-        return f"{where}: at {rate} {_title(BASELINE)} is as fast as anything that keeps the loss"
-    times = plan.of(BASELINE).step_seconds / best.step_seconds
-    text = f"{where}: at {rate} {_title(best.method)} is {times:.1f}x as fast as DDP in bf16"
-    even = plan.break_even(best.method, WORTH_IT)
-    return f"{text}, and worth it below {rate_in_words(even)}" if 0 < even < math.inf else text
-
-
-def draw_plan(plan: Plan, path: Path) -> None:
-    """Write the picture. Raises PlanError without matplotlib, or where the file cannot be written."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlanError("--plot needs matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.add_subplot()
-    own = _own_rate(plan)
-    rates = [own * _AROUND ** (2 * point / (_POINTS - 1) - 1) for point in range(_POINTS)]
-    gigabits = [8 * rate / 1e9 for rate in rates]
-    for number, (methods, seconds) in enumerate(_curves(plan, rates)):
-        label = ", ".join(map(_title, methods))
-        if BASELINE in methods:
-            axes.plot(gigabits, seconds, color="#222222", linewidth=3, label=f"{label} (baseline)")
-        else:
-            speed_only = all(one.algorithm == POWERSGD for one in methods)
-            label, style = (f"{label} (speed only)", ":") if speed_only else (label, "-")
-            colour = _COLOURS[number % len(_COLOURS)]
-            axes.plot(gigabits, seconds, color=colour, linewidth=2, linestyle=style, label=label)
-    axes.axvline(8 * own / 1e9, color="#999999", linewidth=1, linestyle="--", label=f"your link, {rate_in_words(own)}")
-    axes.set(xscale="log", yscale="log", xlabel="link of a node (Gb/s)", ylabel="seconds a step, mean of the run (s)")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.grid(True, which="both", color="#eeeeee")
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    where, _, what = finding(plan).partition(": ")
-    figure.suptitle(f"{where}\n{what}")
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise PlanError(f"the picture {path} cannot be written: {error}") from error
-
-
-def _curves(plan: Plan, rates: Sequence[float]) -> list[tuple[list[Method], list[float]]]:
-    """Seconds at every rate, of the baseline first; methods that look alike are one curve."""
-    found: list[tuple[list[Method], list[float]]] = []
-    fastest: dict[str, Method] = {}  # of every algorithm the form that fits
-    for prediction in sorted(plan.predictions, key=lambda one: one.step_seconds):
-        if plan.fits(prediction):
-            fastest.setdefault(prediction.method.algorithm, prediction.method)
-    others = sorted((one for one in fastest.values() if one != BASELINE), key=lambda one: one.name)
-    for method in (BASELINE, *others):
-        seconds = [
-            predict(plan.workload, at_rate(plan.cluster, rate), method, plan.schedule).step_seconds for rate in rates
-        ]
-        for methods, known in found:
-            if all(abs(one / other - 1) < _ALIKE for one, other in zip(seconds, known, strict=True)):
-                methods.append(method)
-                break
-        else:
-            found.append(([method], seconds))
-    return found
-
-
-def _own_rate(plan: Plan) -> float:
-    cluster = plan.cluster
-    return (cluster.inside if cluster.nodes == 1 else cluster.between).speed.bytes_per_second

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal, get_args
 from thinwire.comm.traffic import sent_bytes
 from thinwire.compress.packet_layout import CODE_BITS, DEFAULT_BLOCK_SIZE, CodecName, codec_packet_bytes, shard_numel
 from thinwire.plan.units import PlanError, require_positive, require_seconds, require_whole
+from thinwire.plan.workload import ADAM_BYTES, Host
 
 Collective = Literal["all_to_all", "all_gather", "all_reduce"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
@@ -21,7 +22,6 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 _ENCODE_BYTES = 12 + 1 / 8
 _DECODE_BYTES = 4 + 1 / 8
 _AVERAGE_BYTES = 1 / 8 + 4 / 4  # a code read, and a sum written for every four
-_ADAM_BYTES = 28  # reads weight, gradient and both moments, and writes all but the gradient
 RATES = ("memory", "encode", "decode", "average", "adam")
 
 
@@ -116,7 +116,7 @@ class Processor:
     def of_memory(cls, bytes_per_second: float, overlap: float = 1.0) -> Processor:
         """A processor whose passes all run at the speed of its memory."""
         require_positive("the memory's bytes per second", bytes_per_second)
-        passes = (_ENCODE_BYTES, _DECODE_BYTES, _AVERAGE_BYTES, _ADAM_BYTES)
+        passes = (_ENCODE_BYTES, _DECODE_BYTES, _AVERAGE_BYTES, ADAM_BYTES)
         encode, decode, average, adam = (bytes_per_second / one for one in passes)
         return cls(bytes_per_second, encode, decode, average, adam, overlap)
 
@@ -142,6 +142,7 @@ class Cluster:
     inside: Link
     processor: Processor
     cores_per_node: float | None = None
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         if self.cores_per_node is not None:
@@ -298,6 +299,15 @@ def gather_by_node(cluster: Cluster, nbytes: int) -> Cost:
     """What each rank owns goes to every node once, and there to every rank."""
     between = _between_nodes(cluster, "all_gather", nbytes)
     return between + inside_nodes(cluster, "all_gather", cluster.nodes * nbytes)
+
+
+def copies_refreshed(cluster: Cluster, elements: int, codec: CodecName | None, size: int) -> Cost:
+    """What each rank owns to its number in every node, through a codec or in elements of `size` bytes."""
+    lane, shard, _ = _lane(cluster, elements, "none")
+    if codec is None:
+        return _between_nodes(cluster, "all_gather", size * shard)
+    between = _between_nodes(cluster, "all_gather", codec_packet_bytes(codec, shard))
+    return between + Cost(_spreading_seconds(cluster.processor, codec, lane, shard))
 
 
 def hierarchical_exchange(cluster: Cluster, elements: int, codec: CodecName) -> Cost:

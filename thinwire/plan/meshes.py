@@ -232,7 +232,7 @@ def _replicas(job: MeshJob, mesh: Mesh, schedule: Schedule) -> tuple[float, Mapp
     of_layers = (job.model.parameters - embedding) * -(-job.blocks.layers // mesh.pp) / job.blocks.layers
     held = round(of_layers / mesh.tp) + embedding
     forward = 0.0 if mesh.pp > 1 else _forward(job, mesh)  # a pipeline's gradients leave once it is done
-    workload = Workload(Transformer(job.model.name, held, ()), forward, 2 * forward, dtype="bf16")
+    workload = Workload(Transformer(job.model.name, held, (), blocks=job.blocks), forward, 2 * forward, dtype="bf16")
     method = mesh.method if part.has_hierarchy else replace(mesh.method, hierarchical=False)
     found = predict(workload, part, method, schedule)
     memory = {name: held for name, held in found.memory.items() if mesh.dp > 1 or name != "buckets"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from thinwire.compress.packet_layout import CODE_BITS, BlockCodecName, CodecName
+from thinwire.compress.packet_layout import CODE_BITS, BlockCodecName, CodecName, MemorylessCodec
 from thinwire.optim import registry
 from thinwire.plan.cluster import Cluster
 from thinwire.plan.units import PlanError, require_whole
@@ -24,6 +24,9 @@ _OWN = {
 }
 _OTHERS = {"ddp-fp32": (0,), "ddp-bf16": (0,), POWERSGD: (0,), SHARDED_ADAM: (1, 2, 3), DILOCO: (0,)}
 
+Offload = Literal["memory", "disk"]
+_BY_NODE: tuple[MemorylessCodec, ...] = ("int8", "int4")  # of weights: the first is ZeRO++'s
+
 # The ZeRO stages at which each works.
 _STAGES = _OTHERS | {name: entry.stages for name, entry in _OWN.items()}
 ALGORITHMS = tuple(_STAGES)
@@ -36,13 +39,19 @@ class Method:
     `algorithm`: "ddp-fp32" and "ddp-bf16", torch's DDP with Adam, plain and with bf16_compress_hook; "powersgd", DDP
     with powerSGD_hook of `rank`; "sharded-adam", AdamW at ZeRO stages 1 to 3; "diloco", local steps; or one of
     thinwire's other optimizers, as "onebit-adam". `hierarchical`: exact inside nodes, compressed between them; with
-    DiLoCo nodes are the workers.
+    DiLoCo nodes are the workers, and at stage 3 each has a copy of all weights.
+
+    `weights` and `gradients`: codecs of stage 3. `offload`: where "sharded-adam" has master weights and moments, and at
+    stage 3 in the host's memory weights and gradients too, if it has any.
     """
 
     algorithm: str
     stage: int = 0
     rank: int | None = None
     hierarchical: bool = False
+    weights: MemorylessCodec | None = None
+    gradients: MemorylessCodec | None = None
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         known = _STAGES.get(self.algorithm)
@@ -55,8 +64,12 @@ class Method:
             raise PlanError(f"a rank is given for powersgd and nothing else, got {self.rank!r} for {self.algorithm}")
         if self.rank is not None:
             require_whole("a PowerSGD rank", self.rank)
-        if self.hierarchical and not self.sends_less:
-            raise PlanError(f"hierarchy is for {' and '.join((*_OWN, DILOCO))}, not {self.algorithm}")
+        if self.hierarchical and not (self.sends_less or self.stage == 3):
+            raise PlanError(f"hierarchy is for {' and '.join((*_OWN, DILOCO))} and stage 3, not {self.algorithm}")
+        if self.has_codecs and self.stage != 3:
+            raise PlanError(f"codecs of weights and gradients are stage 3's, not {self.algorithm}'s at {self.stage}")
+        if self.offload is not None and (self.algorithm != SHARDED_ADAM or self.offload not in get_args(Offload)):
+            raise PlanError(f"offload is None, memory or disk, of {SHARDED_ADAM}: got {self.offload!r}")
 
     @property
     def entry(self) -> registry.OptimizerEntry | None:
@@ -66,7 +79,12 @@ class Method:
     @property
     def sends_less(self) -> bool:
         """Whether it is there for thin wires: thinwire's own, which send less than averages of gradients."""
-        return self.entry is not None or self.algorithm == DILOCO
+        return self.entry is not None or self.algorithm == DILOCO or self.has_codecs
+
+    @property
+    def has_codecs(self) -> bool:
+        """Whether stage 3 gathers or reduces through codecs."""
+        return self.weights is not None or self.gradients is not None
 
     def workers(self, cluster: Cluster) -> int:
         """How many train by themselves, with DiLoCo."""
@@ -80,6 +98,10 @@ class Method:
             parts.append(f"ZeRO-{self.stage}")
         if self.hierarchical:
             parts.append("by node")
+        if self.has_codecs:
+            parts.append(f"{self.weights}/{self.gradients}")
+        if self.offload:
+            parts.append(f"on {self.offload}")
         return " ".join(parts)
 
 
@@ -93,9 +115,26 @@ def methods_for(
             methods += [Method(algorithm, rank=rank) for rank in powersgd_ranks]
             continue
         methods += [Method(algorithm, stage) for stage in _STAGES.get(algorithm, (0,))]
+        if algorithm == SHARDED_ADAM:
+            methods += _of_shards(cluster)
+            continue
         if methods[-1].sends_less and cluster.has_hierarchy:
             methods += [Method(algorithm, stage, hierarchical=True) for stage in _STAGES[algorithm]]
     return methods
+
+
+def _of_shards(cluster: Cluster) -> list[Method]:
+    """What AdamW on shards can be beside exact and on devices alone."""
+    many = Method(SHARDED_ADAM, 3)
+    found = [replace(many, weights="int8", gradients="int8")] if cluster.ranks > 1 else []
+    if cluster.has_hierarchy:
+        by_node = replace(many, hierarchical=True)
+        found += [by_node, *(replace(by_node, weights=one, gradients="int4") for one in _BY_NODE)]
+    host, every = cluster.host, [*(Method(SHARDED_ADAM, stage) for stage in (1, 2, 3)), *found]
+    places: list[Offload] = []
+    if host is not None:
+        places = [one for one in get_args(Offload) if getattr(host, one)]
+    return found + [replace(one, offload=place) for place in places for one in every]
 
 
 CODECS: tuple[CodecName, ...] = get_args(CodecName)

@@ -12,6 +12,7 @@ from thinwire.plan.cluster import (
     Buckets,
     Cluster,
     Cost,
+    copies_refreshed,
     cut,
     directions_to_owners,
     everywhere,
@@ -94,11 +95,23 @@ class Setting:
 
     @property
     def adam_seconds(self) -> float:
-        """Of AdamW on what one rank owns of the state."""
+        """Of AdamW on what one rank owns of the state; offloaded, with the way of gradients there and weights back,
+        which at stage 3 come as they are gathered."""
+        cluster, host, offload = self.cluster, self.cluster.host, self.method.offload
+        if offload is not None and host is not None:
+            owned = self.parameters / cluster.ranks
+            moved = (1 if self.gathers_from_host else 2) * owned * self.workload.element_bytes
+            return moved / host.link + host.adam_seconds(owned, cluster.ranks_per_node, on_disk=offload == "disk")
         whole = self.workload.update_seconds
         if whole is None:
             whole = self.parameters / self.cluster.processor.adam
         return whole / (self.cluster.ranks if self.method.stage > 0 else 1)
+
+    @property
+    def gathers_from_host(self) -> bool:
+        """Whether stage 3's shards of weights lie in the host's memory."""
+        host = self.cluster.host
+        return self.method.stage == 3 and self.method.offload is not None and host is not None and host.memory > 0
 
     @property
     def muon_seconds(self) -> float:
@@ -207,9 +220,43 @@ def _sharded_adam(setting: Setting) -> list[Phase]:
     if setting.method.stage < 3:
         return [_sharded_step(setting, 1.0, "every step")]
     # Weights come as layers run, in forward and again in backward.
-    weights = setting.gathered(setting.workload.element_bytes)
-    both = weights + setting.sharded_gradients()
-    return [Phase("every step", 1.0, both, setting.adam_seconds, forward=weights, backward=both)]
+    forward, again = _gathers(setting)
+    both = again + _reduced(setting)
+    return [Phase("every step", 1.0, both, setting.adam_seconds, forward=forward, backward=both)]
+
+
+def _gathers(setting: Setting) -> tuple[Buckets, Buckets]:
+    """Stage 3's of weights, in forward and in backward. By node copies come up to date once a step, which its forwards
+    share, and all else is inside."""
+    cluster, method, size = setting.cluster, setting.method, setting.workload.element_bytes
+
+    def gather(elements: int) -> Cost:
+        shard = shard_numel(elements, cluster.ranks, DEFAULT_BLOCK_SIZE)
+        fetched = (
+            Cost(inside=shard * size / cluster.host.link) if cluster.host and setting.gathers_from_host else _NOTHING
+        )
+        if method.hierarchical:
+            return inside_nodes(cluster, "all_gather", cluster.nodes * shard * size)
+        if method.weights is not None:
+            return fetched + from_owners(cluster, elements, method.weights)
+        return fetched + everywhere(cluster, "all_gather", shard * size)
+
+    def refresh(elements: int) -> Cost:
+        return copies_refreshed(cluster, elements, method.weights, size) * (1 / setting.workload.accumulation)
+
+    gathers = setting.in_sharded_buckets(size, gather)
+    return (gathers + setting.in_sharded_buckets(size, refresh) if method.hierarchical else gathers), gathers
+
+
+def _reduced(setting: Setting) -> Buckets:
+    """Stage 3's of gradients: by node exact sums inside, then codecs; without one torch's reduce-scatter, which sends
+    what a gather does."""
+    codec, size = setting.method.gradients, setting.workload.element_bytes
+    if codec is None:
+        return replace(setting, method=Method(SHARDED_ADAM, 3)).gathered(size)
+    if setting.method.hierarchical:
+        return setting.in_sharded_buckets(size, lambda one: to_owners_by_node(setting.cluster, one, codec, size))
+    return setting.in_sharded_buckets(size, lambda one: to_owners(setting.cluster, one, codec))
 
 
 def _sharded_step(setting: Setting, share: float, name: str, *, warm: bool = False) -> Phase:

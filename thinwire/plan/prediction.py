@@ -40,9 +40,37 @@ def _memory(setting: Setting, *, warm: bool) -> dict[str, float]:
     if method.rank is not None:
         factors = sum(one.low_rank_elements(method.rank) for one in workload.model.matrices)
         held |= {"residuals": parameters * _FP32, "factors": factors * _FP32}
+    if method.stage == 3:
+        held |= _whole_at_stage_3(setting)
     if workload.activations is not None:
-        held["activations"] = workload.activations.nbytes(workload.dtype)
+        held["activations"] = workload.activations.nbytes(workload.dtype, recompute=workload.recompute)
     return held
+
+
+def _whole_at_stage_3(setting: Setting) -> dict[str, float]:
+    """What of stage 3 is no shard of all ranks: two layers that are gathered, and the gradient of one; with codecs and
+    nodes the copy of a node, and residuals."""
+    method, parameters, size = setting.method, setting.parameters, setting.workload.element_bytes
+    blocks, lane = setting.workload.model.blocks, float(parameters)
+    held = {} if blocks is None else {"layers in use": 3.0 * size * parameters / blocks.layers}
+    if method.hierarchical:
+        lane = parameters / setting.cluster.ranks_per_node
+        held["copy in the node"] = lane * size
+    return held | ({} if method.gradients is None else {"residuals": lane * _FP32})
+
+
+def _offloaded(setting: Setting, held: dict[str, float]) -> dict[str, float]:
+    """Take out of what a rank holds what its node does, and give that: bytes of the memory and of the disk."""
+    place, ranks = setting.method.offload, setting.cluster.ranks_per_node
+    if place is None:
+        return {}
+    if setting.workload.element_bytes == _FP32 and setting.method.stage < 3:  # else weights are the masters
+        held["masters"] = setting.parameters * _FP32 / setting.cluster.ranks
+    moved = {"memory": 0.0, "disk": 0.0}
+    moved[place] += ranks * (held.pop("masters") + held.pop("optimizer state"))
+    if setting.gathers_from_host:
+        moved["memory"] += ranks * (held.pop("weights") + held.pop("gradients"))
+    return moved
 
 
 def _outer_state(setting: Setting) -> dict[str, float]:
@@ -164,7 +192,7 @@ class Prediction:
 
     `average`: of the whole run's steps; `steady`: of those after the warmup, or of all where there are no others.
     `phases`: of one step of each kind, by name, and `shares`, the part of the steps that are of it. `memory`: bytes a
-    rank holds, by category, when it holds most.
+    rank holds, by category, when it holds most; `offloaded`: that its node holds in `memory` and on the `disk`.
     """
 
     method: Method
@@ -173,6 +201,7 @@ class Prediction:
     phases: Mapping[str, StepPrediction]
     shares: Mapping[str, float]
     memory: Mapping[str, float]
+    offloaded: Mapping[str, float]
 
     @property
     def step_seconds(self) -> float:
@@ -203,19 +232,24 @@ def predict(workload: Workload, cluster: Cluster, method: Method, schedule: Sche
             backward_seconds=times * workload.backward_seconds,
             update_seconds=None if workload.update_seconds is None else times * workload.update_seconds,
         )
+    if method.offload is not None and not (cluster.host and getattr(cluster.host, method.offload)):
+        raise PlanError(f"{method.name} needs a host with {method.offload}: give the cluster one")
     setting = Setting(method, workload, cluster, schedule or Schedule())
     parts = phases(setting)
     steps = [_step(phase, workload, cluster) for phase in parts]
     shares = [phase.share for phase in parts]
     steady_shares = [0.0 if phase.warm else phase.share for phase in parts]
     held = [_memory(setting, warm=phase.warm) for phase in parts]
+    most = max(held, key=lambda categories: sum(categories.values()))
+    offloaded = _offloaded(setting, most)
     return Prediction(
         method,
         _average(steps, shares),
         _average(steps, steady_shares if any(steady_shares) else shares),
         {phase.name: step for phase, step in zip(parts, steps, strict=True)},
         {phase.name: phase.share for phase in parts},
-        max(held, key=lambda categories: sum(categories.values())),
+        most,
+        offloaded,
     )
 
 

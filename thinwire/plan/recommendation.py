@@ -83,9 +83,9 @@ def keeps_the_loss(method: Method) -> bool:
     """Whether it may be recommended: exact averages, or a loss that was measured, on 3 seeds, and is near enough.
 
     PowerSGD may not: what it loses depends on the model, and in our races rank 16 alone reached DDP's loss. Nor may
-    DiLoCo, of which others have published what it loses.
+    DiLoCo, of which others have published what it loses, and stage 3 through codecs, which no 3 seeds have shown.
     """
-    if method.algorithm in (POWERSGD, DILOCO):
+    if method.algorithm in (POWERSGD, DILOCO) or method.has_codecs:
         return False
     if method.entry is None:
         return True
@@ -105,6 +105,8 @@ def loss_in_words(method: Method, parameters: int, workers: int) -> str:
         return f"{text} ({'; '.join(beyond)})"
     if method.algorithm == POWERSGD:
         return "speed only: its loss has to be tried; in our races rank 16 alone reached DDP's"
+    if method.has_codecs:
+        return "speed only: what these codecs cost has to be tried"
     if method.entry is None:
         return "none: averages are exact, or in bf16"
     measured = LOSSES.get(method.algorithm)
@@ -142,8 +144,8 @@ class Plan:
     best: Prediction | None
 
     def fits(self, prediction: Prediction) -> bool:
-        """Whether a rank can hold it."""
-        return self.memory_limit is None or prediction.memory_bytes <= self.memory_limit
+        """Whether a rank can hold it, and a node what is offloaded."""
+        return fits(prediction, self.cluster, self.memory_limit)
 
     def break_even(self, method: Method, times: float = 1.0) -> float:
         """Bytes a second of a node's link below which its average step is shorter than that of DDP with bf16 gradients,
@@ -186,15 +188,19 @@ def plan(
     schedule = schedule or Schedule()
     predictions = tuple(predict(workload, cluster, method, schedule) for method in methods)
     fitting = [
-        one
-        for one in predictions
-        if (memory_limit is None or one.memory_bytes <= memory_limit) and (speed_only or keeps_the_loss(one.method))
+        one for one in predictions if fits(one, cluster, memory_limit) and (speed_only or keeps_the_loss(one.method))
     ]
     best = min(fitting, key=lambda one: (one.step_seconds, one.memory_bytes), default=None)
     simple = next((one for one in fitting if one.method == BASELINE), None)
     if best and simple and not speed_only and simple.step_seconds < WORTH_IT * best.step_seconds:
         best = simple
     return Plan(workload, cluster, schedule, predictions, memory_limit, speed_only, best)
+
+
+def fits(prediction: Prediction, cluster: Cluster, limit: float | None) -> bool:
+    """Whether a rank has no more than `limit` bytes, and its node what is offloaded."""
+    offloaded = all(held <= getattr(cluster.host, place) for place, held in prediction.offloaded.items() if held)
+    return offloaded and (limit is None or prediction.memory_bytes <= limit)
 
 
 def break_even_rate(

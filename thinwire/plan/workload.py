@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from thinwire.compress.packet_layout import LOW_RANK, leading_rank
-from thinwire.plan.units import PlanError, require_seconds, require_whole
+from thinwire.plan.units import PlanError, require_positive, require_seconds, require_whole
 
 ParameterDtype = Literal["fp32", "bf16"]
 
@@ -119,8 +119,12 @@ class Activations(Blocks):
 
     micro_batch: int
 
-    def nbytes(self, dtype: ParameterDtype) -> float:
-        """Bytes a rank: s·b·h·L·(34 + 5·a·s/h) in 16 bits, twice that in fp32 but for the masks of dropout."""
+    def nbytes(self, dtype: ParameterDtype, *, recompute: bool = False) -> float:
+        """Bytes a rank: s·b·h·L·(34 + 5·a·s/h) in 16 bits, twice that in fp32 but for the masks of dropout; with
+        `recompute` those of one layer, and the inputs of all."""
+        if recompute:
+            inputs = self.sequence * self.micro_batch * self.hidden * self.layers * (4.0 if dtype == "fp32" else 2.0)
+            return inputs + replace(self, layers=1).nbytes(dtype)
         places = self.sequence * self.micro_batch * self.hidden * self.layers
         scores = self.heads * self.sequence / self.hidden
         masks = 2 + scores
@@ -140,6 +144,7 @@ class Workload:
         dtype: of the weights; bf16 has fp32 master weights.
         activations: for the memory a rank needs; None: left out.
         tokens: of one micro-batch.
+        recompute: whether layers run forward again in backward, the seconds of which have that.
     """
 
     model: Transformer
@@ -150,6 +155,7 @@ class Workload:
     dtype: ParameterDtype = "fp32"
     activations: Activations | None = None
     tokens: int = 4096
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         require_whole("accumulation", self.accumulation)
@@ -175,6 +181,34 @@ class Workload:
 
 EFFICIENCY = 0.4
 """The part of a data sheet's peak that training transformers commonly reaches."""
+
+
+ADAM_BYTES = 28
+"""Of memory, an element: AdamW reads weight, gradient and both moments, and writes all but the gradient."""
+_STATE_BYTES = 12  # moments and a master weight
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a node has beside its devices: bytes of `memory` and of `disk`, and bytes a second that they read and write,
+    `rate` and `disk_rate`, which its ranks share; `link`: bytes a second between a rank's device and the memory."""
+
+    memory: float
+    rate: float = 150e9
+    link: float = 12e9
+    disk: float = 0.0
+    disk_rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "link", "disk_rate"):
+            require_positive(f"a host's {name}", getattr(self, name))
+        if not (self.memory >= 0 and self.disk >= 0 and self.memory + self.disk > 0):
+            raise PlanError(f"a host has memory or a disk, got {self.memory!r} and {self.disk!r} bytes")
+
+    def adam_seconds(self, elements: float, ranks: int, *, on_disk: bool) -> float:
+        """Of AdamW on the `elements` of each of a node's `ranks`, the state of which is read and written meanwhile."""
+        seconds = ranks * elements * ADAM_BYTES / self.rate
+        return max(seconds, ranks * elements * 2 * _STATE_BYTES / self.disk_rate) if on_disk else seconds
 
 
 @dataclass(frozen=True)
