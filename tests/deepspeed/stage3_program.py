@@ -216,13 +216,15 @@ def built_without_values(comm: Communicator) -> None:
 
 def what_init_refuses(comm: Communicator) -> None:
     for options, error, message in (
-        ({"zero_quantized_weights": True}, ValueError, r"zero\.Init does not offer zero_quantized_weights"),
+        ({"zero_quantized_weights": True}, ValueError, "how initialize has weights gathered: set it under"),
+        ({"sequence_data_parallel_group": 1}, ValueError, r"zero\.Init does not offer sequence_data_parallel_group"),
         ({"quantum": True}, TypeError, r"zero\.Init takes no quantum"),
         ({"dtype": torch.int8}, ValueError, "dtype must be a floating-point dtype"),
         ({"remote_device": "nvme"}, ValueError, 'remote_device is None, "cpu" or a GPU'),
         ({"config": 3}, ValueError, "config is a dict or the path of a JSON file"),
     ):
         refused(error, message, zero.Init, **options)
+    zero.Init(zero_quantized_weights=True, config={"zero_optimization": {"zero_quantized_weights": True}})
 
 
 def a_parameter_of_another_layer(comm: Communicator) -> None:

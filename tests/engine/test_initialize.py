@@ -13,6 +13,7 @@ from tests.launching import on_threads
 from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.engine import ConfigError
+from thinwire.engine.job import agree_on_model
 from thinwire.engine.model import first_dimension
 
 
@@ -264,6 +265,12 @@ def test_ranks_that_differ(given, message) -> None:
         comm.barrier()
 
     threads.run(body, 3)
+
+
+@on_threads(2)
+def test_a_model_that_has_values_on_some_ranks_alone_is_named(comm) -> None:
+    with pytest.raises(ValueError, match=r'"weight" is "[^"]*True" on rank 0 and "[^"]*, without values" on rank 1'):
+        agree_on_model(comm, nn.Linear(2, 2, device="meta" if comm.rank else None))
 
 
 @on_threads(2)

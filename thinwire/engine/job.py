@@ -96,7 +96,10 @@ def agree_on_config(comm: Communicator, config: EngineConfig) -> None:
 def agree_on_model(comm: Communicator, model: nn.Module) -> None:
     """Raise ValueError on every rank, naming the first difference, unless all have parameters and buffers alike."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    mine = {name: f"{one.dtype} {tuple(one.shape)} requires_grad={one.requires_grad}" for name, one in tensors}
+    mine = {
+        name: f"{one.dtype} {tuple(one.shape)} requires_grad={one.requires_grad}{', without values' * one.is_meta}"
+        for name, one in tensors
+    }
     difference = _first_difference(comm, mine)
     if difference is not None:
         raise ValueError(f"ranks have different models: {difference}; build the same model on every rank")

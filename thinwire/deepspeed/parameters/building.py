@@ -113,7 +113,7 @@ class Init:
         mpu: None, or one without model parallelism.
 
     Raises ValueError for ranks in threads, for groups of a part of the ranks, and for DeepSpeed's other arguments
-    unless they are off.
+    unless they are off; `zero_quantized_weights` goes with a configuration that says so too.
     """
 
     def __init__(
@@ -131,13 +131,13 @@ class Init:
         **others: Any,
     ) -> None:
         del mem_efficient_linear
-        _check_others(others)
+        settings = _read(config_dict_or_path if config is None else config) if enabled else {}
+        _check_others(others, settings)
         self._constructions = ExitStack()
         self._comm: Communicator | None = None
         self._enabled = enabled
         if not enabled:
             return
-        settings = _read(config_dict_or_path if config is None else config)
         self._cutting = _cutting(settings, dtype, remote_device, pin_memory)
         self._comm = _join(data_parallel_group, mpu)
         for one in [] if module is None else module.modules():
@@ -169,7 +169,7 @@ def _apply_gathered(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Mo
     return module
 
 
-def _check_others(others: Mapping[str, Any]) -> None:
+def _check_others(others: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     known = {
         "zero_param_parallel_group",
         "zero_quantized_weights",
@@ -179,8 +179,15 @@ def _check_others(others: Mapping[str, Any]) -> None:
     }
     if unknown := sorted(others.keys() - known):
         raise TypeError(f"zero.Init takes no {', '.join(unknown)}")
-    if asked := sorted(name for name, value in others.items() if value not in (None, False)):
-        raise ValueError(f"zero.Init does not offer {', '.join(asked)}: leave it out")
+    asked = {name for name, value in others.items() if value not in (None, False)}
+    zero, quantized = settings.get("zero_optimization"), "zero_quantized_weights"
+    if quantized in asked and not (isinstance(zero, Mapping) and zero.get(quantized) is True):
+        raise ValueError(
+            f"zero.Init: {quantized} says how initialize has weights gathered: set it under zero_optimization of the "
+            "configuration that both get"
+        )
+    if others_asked := sorted(asked - {quantized}):
+        raise ValueError(f"zero.Init does not offer {', '.join(others_asked)}: leave it out")
 
 
 def _read(config: Any) -> Mapping[str, Any]:
