@@ -46,7 +46,8 @@ LAZY_LOADERS = {
     "engine/command_line.py": "--help needs no torch",
     "engine/config/rules.py": "layouts import what torch.compile needs, and most files have none",
     "optim/registry.py": "it names optimizers to those that need no torch",
-    "plan/commands.py": "a calibration takes pydantic, and a probe torch; most plans need neither",
+    "plan/commands.py": "a probe takes torch and pydantic, which plans do without",
+    "plan/request.py": "a calibration takes pydantic, and most plans are without one",
     "compress/kernels/loading.py": "a backend is imported where a bucket lies on its device",
     "sparse_attn/operator.py": "a backend is imported where a tensor lies on its device",
 }

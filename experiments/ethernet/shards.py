@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from experiments.ethernet.cluster.commands import missing
 from experiments.ethernet.jobs import job, links
 from experiments.ethernet.race.shard_times import CONTENDERS, EXACT
 from experiments.ethernet.study import Study, ready
+from thinwire.plan import Cluster, Link, Method, Processor, Workload, plain_model, predict
 
 __all__ = ["main"]
 
@@ -43,6 +44,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         with EmulatedCluster(hosts).running() as cluster:
             arguments += links(cluster, cluster)
             found = job(cluster, "experiments.ethernet.race.shard_times", arguments, ranks, options.limit)["found"]
+        plans = planned(options, hosts, ranks, found)
         exact = next(one for one in found if one["name"] == EXACT)
         rows = [
             {
@@ -50,6 +52,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
                 "waits": 1 - one["work"] / one["step"],
                 "bytes_beside_exact": one["sent"] / exact["sent"],
                 "times_as_fast": exact["step"] / one["step"],
+                "planned": plans.get(one["name"]),
             }
             for one in found
         ]
@@ -63,16 +66,35 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def planned(
+    options: argparse.Namespace, hosts: int, ranks: int, found: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """What `thinwire plan` makes of each contender but torch's over Gloo, given its own work: seconds of a step, and
+    bytes between hosts, in which the wire's headers are not; exact ones of a ring."""
+    link = Link.of(1e6 * options.megabits / 8, 50e-6, 5e-6)
+    cluster = Cluster(hosts, ranks, link, Link.of(1e10, 1e-5, 1e-6), Processor.of_memory(5e9, overlap=0.0))
+    plans = {}
+    for one in found:
+        codecs = {EXACT: {}, "torch": None}.get(one["name"], CONTENDERS[one["name"]])
+        if codecs is not None:
+            method = Method("sharded-adam", 3, hierarchical="by-node" in one["name"], **codecs)
+            model = plain_model(options.layers * options.width**2)
+            step = predict(Workload(model, one["work"] / 3, one["work"] / 1.5, dtype="bf16"), cluster, method).average
+            plans[one["name"]] = {"step": step.step, "sent": step.bytes_between}
+    return plans
+
+
 def _print(content: dict[str, Any]) -> None:
     print(f"{content['subject']}; layers wait in place of computing")
     for one in content["settings"]:
         print(f"\n{one['hosts']} hosts of {one['ranks_a_host']}")
-        print("| stage 3 | MB a host and step | of exact bf16 | s a step | waits | times as fast |")
-        print("| --- | --- | --- | --- | --- | --- |")
+        print("| stage 3 | MB a host and step | of exact bf16 | s a step | waits | times as fast | planned |")
+        print("| --- | --- | --- | --- | --- | --- | --- |")
         for row in one["rows"]:
             print(
                 f"| {row['name']} | {row['sent'] / 1e6:.2f} | {row['bytes_beside_exact']:.3f} | {row['step']:.2f} "
-                f"| {row['waits']:.0%} | {row['times_as_fast']:.2f}x |"
+                f"| {row['waits']:.0%} | {row['times_as_fast']:.2f}x "
+                + ("| |" if row["planned"] is None else "| {step:.2f} s, {sent:.3g} B |".format(**row["planned"]))
             )
 
 

@@ -74,7 +74,7 @@ def _add_cluster(cluster: argparse._ArgumentGroup) -> None:
     cluster.add_argument("--host-memory", metavar="SIZE", help="of a node, for what devices do not hold, as 1.5TB")
     cluster.add_argument("--host-rate", metavar="RATE", help="that it reads and writes; by default 150GB/s")
     cluster.add_argument("--host-link", metavar="RATE", help="of a rank's device to it; by default 12GB/s")
-    cluster.add_argument("--disk", metavar="SIZE", help="of a node, for masters and optimizer state, as 28TB")
+    cluster.add_argument("--disk", metavar="SIZE", help="of a node, for master weights and optimizer state, as 28TB")
     cluster.add_argument("--disk-rate", metavar="RATE", help="that it reads and writes, as 3GB/s")
 
 

@@ -64,7 +64,7 @@ def _offloaded(setting: Setting, held: dict[str, float]) -> dict[str, float]:
     place, ranks = setting.method.offload, setting.cluster.ranks_per_node
     if place is None:
         return {}
-    if setting.workload.element_bytes == _FP32 and setting.method.stage < 3:  # else weights are the masters
+    if setting.workload.element_bytes == _FP32 and setting.method.stage < 3:  # else these are the weights
         held["masters"] = setting.parameters * _FP32 / setting.cluster.ranks
     moved = {"memory": 0.0, "disk": 0.0}
     moved[place] += ranks * (held.pop("masters") + held.pop("optimizer state"))

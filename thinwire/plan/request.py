@@ -1,5 +1,4 @@
-"""What was asked of a plan on a command line: the model, the cluster and the run that typed words mean, and what was
-assumed for words that were not typed."""
+"""The model, the cluster and the run that words of a command line mean, with what is assumed where none were typed."""
 
 from __future__ import annotations
 

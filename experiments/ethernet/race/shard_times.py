@@ -37,8 +37,8 @@ CONTENDERS: dict[str, dict[str, Any] | None] = {
     "int4-int4-by-node": {"weights": "int4", "gradients": "int4"},
     "int8-int8": {"weights": "int8", "gradients": "int8"},
 }
-"""By name: what `fsdp_hooks` gets; None: torch's own collectives. `EXACT` reduces in bf16 by an all-to-all, as a ring
-would send no less; torch's reduce-scatter over Gloo is an all-reduce."""
+"""By name: what `fsdp_hooks` gets; None: torch's own collectives, over Gloo an all-reduce in place of a reduce-scatter.
+`EXACT` reduces in bf16 by an all-to-all, of which a rank sends what it does of a ring, but more leaves a host."""
 
 _TIMEOUT = 600.0
 
