@@ -29,6 +29,7 @@ from thinwire.plan import (
     request,
     save_calibration,
 )
+from thinwire.plan.calibration import DiskRates
 from thinwire.plan.picture import finding
 
 COMPUTE = ("--forward", "100ms", "--backward", "200ms")
@@ -307,7 +308,7 @@ def test_a_calibration_stands_for_the_cluster(capsys, tmp_path: Path) -> None:
         ((*NODES, *INSIDE, "--model", "bert-base"), "the rate of a node's link is not known: give --link 1Gb/s"),
         (("--model", "bert-base", "--link", "1"), "--link must be a rate, as in 1Gb/s, 10GbE"),
         (("--calibration", "/nowhere", "--model", "bert-base"), "the calibration /nowhere cannot be read"),
-        ((*CLUSTER, "--model", "bert-base", "--disk", "1TB"), "give both --disk and --disk-rate, or neither"),
+        ((*CLUSTER, "--model", "bert-base", "--disk", "1TB"), "give both --disk and --disk-rate, or --disk and"),
         ((*CLUSTER, "--model", "bert-base", "--host-rate", "1GB/s"), "give --host-memory or --disk"),
         ((*CLUSTER, "--model", "bert-base", "--host-memory", "0GB"), "--host-memory must be"),
         ((*CLUSTER, "--measure", "/nowhere"), "--measure finds out itself: leave out --forward, --backward"),
@@ -318,6 +319,17 @@ def test_what_cannot_be_planned(capsys, arguments, told) -> None:
     assert (code, printed) == (2, "")
     assert error.startswith("thinwire: ")
     assert told in error
+
+
+def test_a_disk_is_as_fast_as_it_was_measured_or_said_to_be(capsys, tmp_path: Path) -> None:
+    path, printed = tmp_path / "calibration.json", []
+    save_calibration(calibration().model_copy(update={"disk": DiskRates(read=9e9, write=9e9, both=2e9)}), path)
+    asked = ("plan", *COMPUTE, "--model", "bert-base", "--calibration", path, "--disk", "1TB", "--json")
+    for more in ((), ("--disk-rate", "2GB/s"), ("--disk-rate", "4GB/s")):
+        code, text, _ = run(capsys, *asked, *more)
+        assert code == 0
+        printed.append(text)
+    assert printed[0] == printed[1] != printed[2]
 
 
 def test_what_goes_together(capsys, tmp_path: Path) -> None:

@@ -224,9 +224,9 @@ class Request:
         between = self._link("link", calibration.link("between") if calibration else None, None, needed=nodes > 1)
         inside = self._link("inside", calibration.link("inside") if calibration else None, device, needed=ranks > 1)
         processor = self._processor(calibration, device)
-        return Cluster(nodes, ranks, between, inside, processor, typed.cores_per_node, self._host())
+        return Cluster(nodes, ranks, between, inside, processor, typed.cores_per_node, self._host(calibration))
 
-    def _host(self) -> Host | None:
+    def _host(self, calibration: Calibration | None) -> Host | None:
         """What a node has beside its devices; None where nothing was said of it."""
         typed = self.arguments
         rates = ("host_rate", "host_link", "disk_rate")
@@ -234,9 +234,12 @@ class Request:
             if given := [f"--{name.replace('_', '-')}" for name in rates if getattr(typed, name) is not None]:
                 raise PlanError(f"{', '.join(given)} is of nodes that hold something: give --host-memory or --disk")
             return None
-        if (typed.disk is None) != (typed.disk_rate is None):
-            raise PlanError("give both --disk and --disk-rate, or neither")
-        host = Host(typed.host_memory or 0.0, disk=typed.disk or 0.0, disk_rate=typed.disk_rate or 1.0)
+        disk_rate = typed.disk_rate
+        if disk_rate is None and typed.disk is not None and calibration is not None and calibration.disk is not None:
+            disk_rate = calibration.disk.both
+        if (typed.disk is None) != (disk_rate is None):
+            raise PlanError("give both --disk and --disk-rate, or --disk and what thinwire probe --disk measured")
+        host = Host(typed.host_memory or 0.0, disk=typed.disk or 0.0, disk_rate=disk_rate or 1.0)
         for name, words in (("host_rate", "of a node's memory"), ("host_link", "to it for a rank")):
             if (rate := getattr(typed, name)) is not None:
                 host = replace(host, **{name.removeprefix("host_"): rate})
