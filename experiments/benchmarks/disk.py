@@ -101,7 +101,7 @@ def _compare(options: argparse.Namespace, ranks: int, given: Sequence[str]) -> d
         rates = [_disk_rate(options.folder)] if on_disk else []
         one = found[case] = _run(case, ranks, given)
         if "error" in one:
-            print(f"{ranks:5} {case:16} ended: {one['error'].splitlines()[-1][-75:]}", flush=True)
+            print(f"{ranks:5} {case:16} ended: {one['error'][-75:]}", flush=True)
             continue
         step, same, columns = median(one["seconds"][_NEW:]), "", f"{'':20}"
         if on_disk:
@@ -124,7 +124,7 @@ def _run(case: str, ranks: int, given: Sequence[str]) -> dict[str, Any]:
         environment = {**os.environ, **RETURNING}
         ended = subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=_limit_stacks)
         if ended.returncode:
-            return {"exit_code": ended.returncode, "error": ended.stderr.strip()[-300:]}
+            return {"exit_code": ended.returncode, "error": (ended.stderr.splitlines() or [""])[-1]}
         return read_json(Path(output))
 
 
