@@ -27,6 +27,7 @@ FLOORS = {
     "deepspeed": 7,
     "hugging_face": 7,
     "lightning": 7,
+    "inference": 7,
 }
 APART = {"sparse_attn", "pld", "transformers"}
 # What is no room and no door, and imports nothing of thinwire, so that every room may use it.

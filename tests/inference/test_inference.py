@@ -1,0 +1,137 @@
+"""Prepared models answer as the plain ones, in 8 bits nearly so; queues answer every request once, whatever happens."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from thinwire.inference import QueueClosedError, QueueFullError, prepare
+from thinwire.inference.quantized import Int8Linear
+
+transformers = pytest.importorskip("transformers")
+
+
+def bert(head="BertForSequenceClassification", **more):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 256}
+    config = transformers.BertConfig(vocab_size=90, max_position_embeddings=48, **sizes, **more)
+    return getattr(transformers, head)(config).eval()
+
+
+def requests(count, longest=48):
+    random = torch.Generator().manual_seed(count)
+    lengths = torch.randint(1, longest + 1, (count,), generator=random).tolist()
+    return [torch.randint(5, 90, (length,), generator=random) for length in lengths]
+
+
+def alone(model, tokens):
+    with torch.no_grad():
+        return model(input_ids=tokens[None])
+
+
+@pytest.mark.parametrize("quantize", [None, "int8-dynamic"])
+def test_a_queue_answers_as_the_model_would_alone(quantize) -> None:
+    plain = bert()
+    before = {name: one.clone() for name, one in plain.state_dict().items()}
+    asked = requests(40)
+    with prepare(plain, quantize=quantize).queue(max_tokens=128, wait=0.0) as queue:
+        answers = [queue.submit(tokens if number % 2 else tokens.tolist()) for number, tokens in enumerate(asked)]
+    for tokens, answer in zip(asked, answers, strict=True):
+        exact = alone(plain, tokens).logits[0]
+        tolerance = {} if quantize is None else {"rtol": 0.05, "atol": 0.05}
+        torch.testing.assert_close(answer.result(timeout=0)["logits"], exact, **tolerance)
+    assert all(torch.equal(before[name], one) for name, one in plain.state_dict().items())
+
+
+def test_outputs_of_tokens_have_the_length_of_their_request() -> None:
+    plain = bert("BertForMaskedLM")
+    asked = requests(6)
+    with prepare(plain).queue() as queue:
+        found = [answer.result(timeout=60)["logits"] for answer in map(queue.submit, asked)]
+    for tokens, logits in zip(asked, found, strict=True):
+        torch.testing.assert_close(logits, alone(plain, tokens).logits[0])
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_linear_layers_in_8_bits(rows) -> None:
+    """Against float64, to what levels of weights and inputs allow."""
+    torch.manual_seed(rows)
+    layer, inputs = nn.Linear(96, 80), torch.randn(2, rows, 96)
+    exact = (inputs.double() @ layer.weight.double().T + layer.bias.double()).float()
+    found = Int8Linear(layer.weight, layer.bias)(inputs)
+    assert found.shape == exact.shape
+    assert (found - exact).norm() < 0.03 * exact.norm()
+
+
+def test_a_decoder_generates_and_reads_a_folder(tmp_path) -> None:
+    torch.manual_seed(0)
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=80, n_positions=64, **tokens)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    exact, quantized = prepare(tmp_path), prepare(str(tmp_path), quantize="int8-dynamic")
+    assert not any(isinstance(one, Int8Linear) for one in exact.model.modules())
+    assert sum(isinstance(one, Int8Linear) for one in quantized.model.modules()) == 9
+    asked = torch.tensor([[3, 4, 5]])
+    options = {"max_new_tokens": 8, "do_sample": False}
+    assert exact.generate(asked, **options).shape == quantized.generate(asked, **options).shape == (1, 11)
+    logits = exact(asked).logits
+    assert (quantized(asked).logits - logits).norm() < 0.05 * logits.norm()
+
+
+def test_a_model_that_fails_answers_with_its_error() -> None:
+    class Fails(nn.Module):
+        def forward(self, input_ids, attention_mask):
+            if (input_ids == 7).any():
+                raise ZeroDivisionError("seven")
+            return input_ids.float().sum(dim=1, keepdim=True)
+
+    with prepare(Fails()).queue(max_tokens=2, wait=0.0) as queue:
+        bad, good = queue.submit([7]), queue.submit([3, 4])
+        with pytest.raises(ZeroDivisionError, match="seven"):
+            bad.result(timeout=60)
+        assert good.result(timeout=60)["output"].tolist() == [7.0]
+
+
+def test_a_queue_that_is_full_or_closed() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, input_ids, attention_mask):
+            begun.set()
+            assert go.wait(60)
+            return input_ids.float()
+
+    queue = prepare(Waits()).queue(max_tokens=1, wait=0.0, size=2)
+    first = queue.submit([1])
+    assert begun.wait(60)
+    others = [queue.submit([2]), queue.submit([3])]
+    with pytest.raises(QueueFullError, match="2 requests wait"):
+        queue.submit([4])
+    assert others[1].cancel()
+    go.set()
+    queue.close()
+    queue.close()
+    assert first.result(timeout=0)["output"].tolist() == [1.0]
+    assert others[0].result(timeout=0)["output"].tolist() == [2.0]
+    with pytest.raises(QueueClosedError, match="closed"):
+        queue.submit([5])
+
+
+def test_bad_input(tmp_path) -> None:
+    with pytest.raises(ValueError, match="quantize is 'int3', expected None or 'int8-dynamic'"):
+        prepare(bert(), quantize="int3")
+    with pytest.raises(ValueError, match=r"for fp32 on CPUs, got torch\.bfloat16 on cpu"):
+        prepare(bert(), torch.bfloat16, "int8-dynamic")
+    with pytest.raises(ValueError, match="ReLU has no linear layer"):
+        prepare(nn.ReLU(), quantize="int8-dynamic")
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        prepare(tmp_path)
+    with pytest.raises(ValueError, match="max_tokens is 0, expected at least 1"):
+        prepare(bert()).queue(max_tokens=0)
+    with prepare(bert()).queue() as queue:
+        with pytest.raises(ValueError, match="a request of 49 tokens, and the model reads 48"):
+            queue.submit([1] * 49)
+        for tokens in ([], [[1]], [0.5]):
+            with pytest.raises(ValueError, match="expected token numbers"):
+                queue.submit(tokens)
