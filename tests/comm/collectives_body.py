@@ -37,6 +37,9 @@ def check_copies(comm: Communicator, seed: int) -> None:
             comm.all_gather(gathered, inputs[comm.rank])
             assert torch.equal(exchanged, turn(comm, inputs))
             assert torch.equal(gathered, torch.stack(inputs))
+            gathered[torch.arange(comm.size) != comm.rank] = 0
+            comm.all_gather(gathered, gathered[comm.rank])
+            assert torch.equal(gathered, torch.stack(inputs))
 
 
 def check_handles(comm: Communicator, seed: int) -> None:
@@ -50,7 +53,8 @@ def check_handles(comm: Communicator, seed: int) -> None:
         summed, rooted = mine[:130].clone(), mine.clone()
         flying.append(comm.all_to_all(exchanged, inputs[comm.rank], async_op=True))
         flying.append(comm.all_reduce(summed, "mean", async_op=True))
-        flying.append(comm.all_gather(gathered, mine, async_op=True))
+        within = gathered[comm.rank].copy_(mine)  # in place of a copy beside it
+        flying.append(comm.all_gather(gathered, within if number % 2 else mine, async_op=True))
         flying.append(comm.broadcast(rooted, comm.size - 1, async_op=True))
         found += [exchanged, summed, gathered, rooted]
         every = torch.stack(floats)
@@ -198,12 +202,13 @@ def check_traffic(comm: Communicator, seed: int) -> None:
 
 def check_refusals(comm: Communicator, seed: int) -> None:
     """What is refused here fails before anything is sent, so that all ranks can go on."""
-    ones, odd = torch.ones(comm.size), torch.ones(comm.size + 1)
+    ones, odd, both = torch.ones(comm.size), torch.ones(comm.size + 1), torch.ones(2 * comm.size + 1)
     refusals = [
         (ValueError, "contiguous", comm.all_reduce, torch.ones(4, 4).t()),
         (TypeError, "one dtype", comm.all_to_all, ones.double(), ones),
         (ValueError, "expected", comm.all_gather, ones[:0], ones),
         (ValueError, "share memory", comm.all_to_all, ones, ones),
+        (ValueError, "share memory", comm.all_gather, both[:-1], both[1:3]),
         (ValueError, "root is", comm.broadcast, ones, comm.size),
         (TypeError, "root must be", comm.broadcast, ones, 0.0),
         (ValueError, "unknown op", comm.all_reduce, ones, "product"),

@@ -44,8 +44,9 @@ def check_tensor(collective: str, name: str, tensor: Tensor) -> None:
         )
 
 
-def check_pair(collective: str, output: Tensor, input: Tensor, output_numel: int) -> None:
-    """Check an output and an input: both dense and contiguous, one dtype, one device, ``output_numel``."""
+def check_pair(collective: str, output: Tensor, input: Tensor, output_numel: int, own: int | None = None) -> None:
+    """Check an output and an input: both dense and contiguous, one dtype, one device, ``output_numel``, and no memory
+    in common, unless the input is chunk ``own`` of the output."""
     check_tensor(collective, "output", output)
     check_tensor(collective, "input", input)
     if output.dtype != input.dtype:
@@ -58,6 +59,8 @@ def check_pair(collective: str, output: Tensor, input: Tensor, output_numel: int
             f"for an input of {input.numel()}"
         )
     if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
+        if own is not None and input.data_ptr() == output.data_ptr() + own * input.nbytes:
+            return
         first_end = min(one.data_ptr() + one.nbytes for one in (output, input))
         if max(output.data_ptr(), input.data_ptr()) < first_end:
             raise ValueError(f"{collective}: output and input share memory; give it two separate tensors")

@@ -100,8 +100,11 @@ class Communicator(ABC):
         return self._move("all_to_all", self._start_all_to_all, output, input, async_op)
 
     def all_gather(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> Work:
-        """Concatenate the ``input`` of all ranks, in rank order, in ``output`` (``size`` times as long)."""
-        check_pair("all_gather", output, input, self.size * input.numel())
+        """Concatenate the ``input`` of all ranks, in rank order, in ``output`` (``size`` times as long).
+
+        ``input`` may be chunk ``rank`` of ``output`` itself, which is then not copied.
+        """
+        check_pair("all_gather", output, input, self.size * input.numel(), self.rank)
         return self._move("all_gather", self._start_all_gather, output, input, async_op)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work:

@@ -96,6 +96,8 @@ class MPICommunicator(Communicator):
     def _start_all_gather(self, call: Call, output: Tensor, input: Tensor) -> Pending:
         if self._streams_would_meet(input.nbytes):
             return self._start_rounds(call, output, [input] * self.size)
+        if input.data_ptr() == output.data_ptr() + self.rank * input.nbytes:
+            return self._start_blocks(input.nbytes, partial(self._comm.Iallgather, MPI.IN_PLACE), output)
         return self._start_blocks(input.nbytes, self._comm.Iallgather, input, output)
 
     def _start_broadcast(self, call: Call, tensor: Tensor, root: int) -> Pending:

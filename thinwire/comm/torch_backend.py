@@ -138,7 +138,7 @@ class TorchCommunicator(Communicator):
         return TorchCommunicator(timeout=timeout, _wiring=wiring)
 
     def _takes_turns(self, input: Tensor, chunk_bytes: int) -> bool:
-        return self.size > 2 and chunk_bytes >= LEAST_CHUNK_BYTES and not input.is_cuda
+        return chunk_bytes >= LEAST_CHUNK_BYTES and not input.is_cuda
 
     @property
     def _pairwise(self) -> Pairwise:

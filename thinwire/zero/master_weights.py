@@ -189,7 +189,7 @@ class MasterWeights:
             return lambda: None
         # Page-locked weights leave while the host goes on, and are rounded where that is fast. They change again only
         # after the host has waited for the next step's gradients, which come behind them.
-        shard = (self.weights if self.separate else self.weights.clone()).to(self.bucket.flat.device, non_blocking=True)
+        shard = self.weights.to(self.bucket.flat.device, non_blocking=True)
         return self.bucket.gathering.all_gather(self.bucket.flat, shard.to(self.bucket.dtype), async_op=True).wait
 
     def start_bringing(self, values: Tensor) -> Tensor:
