@@ -153,19 +153,22 @@ class BucketGradients:
         _, received, work = self._leg_1
         work.wait()
         self._leg_1 = None
-        average = _mean(received.view(self._comm.size, -1), self._divide_first)
-        again, self.filled = self.filled, True
+        adds, self.filled = self.filled and self.stage == 2, True
         whole = self._whole()
+        kept = self._kept_shard() if self.stage == 2 else self.bucket.shard_of(whole)
+        narrower = self.stage == 0 and self._wire_dtype.itemsize < whole.dtype.itemsize
+        into = None if adds or narrower or kept.dtype != torch.float32 else kept
+        average = _mean(received.view(self._comm.size, -1), self._divide_first, into)
         if self.stage == 0:
-            narrower = self._wire_dtype.itemsize < whole.dtype.itemsize
             average = average.to(self._wire_dtype if narrower else whole.dtype)
             gathered = torch.empty_like(whole, dtype=average.dtype) if narrower else whole
             self._seal.expect_averages([slot.parameter for slot in self.layout.slots])
             self._leg_2 = (average, gathered, self._comm.all_gather(gathered, average, async_op=True))
-        elif self.stage == 1:
-            self.bucket.shard_of(whole).copy_(average)
-        else:
-            self._keep_in_shard(average, again)
+        elif adds:
+            kept.add_(average)
+        elif into is None:
+            kept.copy_(average)
+        if self.stage == 2:
             self._flat = None
 
     def wait(self) -> None:
@@ -187,13 +190,10 @@ class BucketGradients:
         self._flat = self._shard = None
         self.filled = False
 
-    def _keep_in_shard(self, average: Tensor, add: bool) -> None:
+    def _kept_shard(self) -> Tensor:
         if self._shard is None:  # after `release`, where a warmup begins anew
             self._shard = self._new_shard()
-        if add:
-            self._shard.add_(average)
-        else:
-            self._shard.copy_(average)
+        return self._shard
 
     def _whole(self) -> Tensor:
         if self._flat is None:
@@ -216,11 +216,13 @@ def averaging_gradients(parameters: ShardedParameters, seal: Seal) -> list[Bucke
     return [BucketGradients(one, parameters.sharding, seal, parameters.links) for one in parameters.buckets]
 
 
-def _mean(rows: Tensor, divided_by: float) -> Tensor:
-    """The mean of `rows`, [ranks, shard], which were `divided_by` before, summed in rank order: fp32 [shard]."""
-    if len(rows) == 1:
-        return rows[0].float() if divided_by == 1.0 else rows[0].float() * divided_by
-    total = torch.add(rows[0], rows[1]) if rows.dtype == torch.float32 else rows[0].float().add_(rows[1])
-    for row in rows[2:]:
+def _mean(rows: Tensor, divided_by: float, into: Tensor | None = None) -> Tensor:
+    """The mean of `rows`, [ranks, shard], which were `divided_by` before and are used up, summed in rank order: fp32
+    [shard], in its place if one is given."""
+    total = rows[0].float()
+    for row in rows[1:]:
         total.add_(row)
-    return total.div_(len(rows) / divided_by)
+    if len(rows) > 1:
+        return torch.div(total, len(rows) / divided_by, out=into)
+    average = total if divided_by == 1.0 else total * divided_by
+    return average if into is None else into.copy_(average)
