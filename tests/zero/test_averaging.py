@@ -5,8 +5,10 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from tests.launching import on_threads
 from tests.refusing import refused
 from thinwire.comm import Communicator, threads
 from thinwire.optim import OneBitAdam, OneBitLamb, OneBitLion, ZeroOneAdam
-from thinwire.zero import Averaging, ShardedOptimizer
+from thinwire.zero import Averaging, ShardedOptimizer, gradients
 from thinwire.zero.gradient_seal import Seal
 
 SHAPES = {"matrix": (7, 5), "vector": (13,)}
@@ -48,7 +50,7 @@ def mean_of(ranks: int, micros: int, name: str, dtype: torch.dtype = FP32) -> Te
     return torch.stack([one for one in sums if isinstance(one, Tensor)]).mean(0)
 
 
-def sgd(comm: Communicator, model: Known, **options: Any) -> ShardedOptimizer:
+def sgd(comm: Communicator, model: nn.Module, **options: Any) -> ShardedOptimizer:
     """Weights that begin with zeros are the averaged gradients, negative."""
     options = {"lr": 1.0, "bucket_bytes": 100, "block_size": 4, "named_parameters": model.named_parameters()} | options
     return ShardedOptimizer(model.parameters(), torch.optim.SGD, comm=comm, **options)
@@ -321,3 +323,28 @@ def test_memory_that_was_swapped_is_no_untouched_gradient() -> None:
     parameters, seal = sealed()
     parameters[0].grad.data = torch.ones(3)
     assert seal._edited() == [0]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_buckets_pass_their_memory_on_until_the_step_ends(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def empty(nbytes: int, dtype: Any) -> Any:
+        made.append(nbytes)
+        return np.empty(nbytes, dtype)
+
+    monkeypatch.setattr(gradients, "np", SimpleNamespace(empty=empty, uint8=np.uint8))
+
+    def train(comm: Communicator) -> list[Tensor]:
+        layers = nn.ParameterList(torch.zeros(64) for _ in range(12))
+        optimizer = sgd(comm, layers, stage=stage, bucket_bytes=256)
+        for _ in range(2):
+            torch.stack([(one * (number + comm.rank)).sum() for number, one in enumerate(layers)]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [one.detach().clone() for one in layers]
+
+    for weights in threads.run(train, 2):
+        assert all(torch.equal(one, torch.full((64,), -2 * (number + 0.5))) for number, one in enumerate(weights))
+    steps, ranks, in_flight = 2, 2, 2
+    assert 0 < len(made) <= steps * ranks * in_flight * stage

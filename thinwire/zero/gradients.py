@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,7 +69,8 @@ class BucketGradients:
     left, in the parameters' dtype, and adds what further backwards bring to its shard. `sharding.averaging` says in
     which dtype gradients add up and travel, and by what they are divided first.
 
-    `filled`: whether this step has brought an average. `accumulated_dtype`: in which gradients add up. `seal`: of
+    `spare`: memory that buckets pass on until the step ends, on CPUs, where new pages cost more than what is done with
+    them. `filled`: whether this step has brought an average. `accumulated_dtype`: in which gradients add up. `seal`: of
     `.grad`, in which averages arrive at stage 0.
     """
 
@@ -76,7 +78,14 @@ class BucketGradients:
     files: Sequence[SwapFile] = ()
     """Where a disk has the averages."""
 
-    def __init__(self, bucket: FlatBucket, sharding: Sharding, seal: Seal, links: NodeLinks | None = None) -> None:
+    def __init__(
+        self,
+        bucket: FlatBucket,
+        sharding: Sharding,
+        seal: Seal,
+        links: NodeLinks | None = None,
+        spare: list[Tensor] | None = None,
+    ) -> None:
         stage, averaging = sharding.stage, sharding.averaging
         self.bucket = bucket
         self.stage = stage
@@ -91,7 +100,7 @@ class BucketGradients:
         self._shard = self._new_shard() if stage == 2 else None
         self.filled = False
         self.layout = bucket.layout
-        self._seal = seal
+        self._seal, self._spare = seal, [] if spare is None else spare
         self._leg_1: tuple[Tensor, Tensor, Work] | None = None
         self._leg_2: tuple[Tensor, Tensor, Work] | None = None
 
@@ -139,11 +148,11 @@ class BucketGradients:
         whole = self._whole()
         for gap in self.bucket.layout.gaps:
             whole[gap].zero_()
-        if self._links is None:
-            sent = self._to_send(whole, self._wire_dtype)
-        else:
-            sent = self._links.add_up(self._to_send(whole, self._flat_dtype)).to(self._wire_dtype)
-        received = torch.empty_like(sent)
+        sent = whole if self._divide_first == 1.0 else torch.div(whole, self._divide_first)
+        if self._links is not None:
+            sent = self._links.add_up(sent)
+        sent = sent.to(self._wire_dtype)
+        received = self._memory(sent, sent.dtype)
         work = self._comm.all_to_all(received, sent, async_op=True)
         self._leg_1 = (sent, received, work)
 
@@ -170,6 +179,8 @@ class BucketGradients:
             kept.copy_(average)
         if self.stage == 2:
             self._flat = None
+        if self.stage and received.device.type == "cpu":
+            self._spare += [received, whole][: self.stage]
 
     def wait(self) -> None:
         """Wait for leg 2, where there is one."""
@@ -184,6 +195,7 @@ class BucketGradients:
     def end_step(self) -> None:
         """Forget the averages; the next backward starts new ones."""
         self.filled = False
+        self._spare.clear()
 
     def release(self) -> None:
         """Give back the memory: gradients go another way from now on."""
@@ -197,23 +209,31 @@ class BucketGradients:
 
     def _whole(self) -> Tensor:
         if self._flat is None:
-            self._flat = torch.empty_like(self.bucket.flat, dtype=self._flat_dtype)
+            new = self._memory if self.stage == 2 else torch.empty_like
+            self._flat = new(self.bucket.flat, dtype=self._flat_dtype)
         return self._flat
+
+    def _memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor as flat as `like`, until it is given to `spare`: bytes of numpy's, which Linux gives large pages.
+        Thousands of small ones, as torch's, take four times as long."""
+        if like.device.type != "cpu":
+            return torch.empty_like(like, dtype=dtype)
+        for number, one in enumerate(self._spare):
+            if one.dtype == dtype and one.numel() >= like.numel():
+                return self._spare.pop(number)[: like.numel()]
+        del self._spare[:1]  # too small: no more is held than is on its way at once
+        nbytes = like.numel() * dtype.itemsize
+        memory = torch.from_numpy(np.empty(nbytes + 64, np.uint8))
+        return memory[-memory.data_ptr() % 64 :][:nbytes].view(dtype)  # aligned as torch's
 
     def _new_shard(self) -> Tensor:
         return torch.empty_like(self.bucket.shard_of(self.bucket.flat), dtype=self.accumulated_dtype)
 
-    def _to_send(self, whole: Tensor, dtype: torch.dtype) -> Tensor:
-        """What leaves for `whole`, which stays as it is where something else leaves."""
-        if self._divide_first == 1.0:
-            return whole.to(dtype)
-        sent = torch.empty_like(whole, dtype=dtype)
-        return torch.div(whole, self._divide_first, out=sent)
-
 
 def averaging_gradients(parameters: ShardedParameters, seal: Seal) -> list[BucketGradients]:
     """What averages every bucket's gradients exactly, each rank keeping what the stage keeps."""
-    return [BucketGradients(one, parameters.sharding, seal, parameters.links) for one in parameters.buckets]
+    spare: list[Tensor] = []
+    return [BucketGradients(one, parameters.sharding, seal, parameters.links, spare) for one in parameters.buckets]
 
 
 def _mean(rows: Tensor, divided_by: float, into: Tensor | None = None) -> Tensor:
