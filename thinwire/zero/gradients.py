@@ -164,19 +164,19 @@ class BucketGradients:
         self._leg_1 = None
         adds, self.filled = self.filled and self.stage == 2, True
         whole = self._whole()
-        kept = self._kept_shard() if self.stage == 2 else self.bucket.shard_of(whole)
+        kept = self._shard if self.stage == 2 else self.bucket.shard_of(whole)
         narrower = self.stage == 0 and self._wire_dtype.itemsize < whole.dtype.itemsize
-        into = None if adds or narrower or kept.dtype != torch.float32 else kept
+        into = None if adds or narrower or kept is None or kept.dtype != torch.float32 else kept
         average = _mean(received.view(self._comm.size, -1), self._divide_first, into)
         if self.stage == 0:
             average = average.to(self._wire_dtype if narrower else whole.dtype)
             gathered = torch.empty_like(whole, dtype=average.dtype) if narrower else whole
             self._seal.expect_averages([slot.parameter for slot in self.layout.slots])
             self._leg_2 = (average, gathered, self._comm.all_gather(gathered, average, async_op=True))
-        elif adds:
-            kept.add_(average)
+        elif self.stage == 2:
+            self._keep_in_shard(average, adds)
         elif into is None:
-            kept.copy_(average)
+            self.bucket.shard_of(whole).copy_(average)
         if self.stage == 2:
             self._flat = None
         if self.stage and received.device.type == "cpu":
@@ -202,10 +202,13 @@ class BucketGradients:
         self._flat = self._shard = None
         self.filled = False
 
-    def _kept_shard(self) -> Tensor:
+    def _keep_in_shard(self, average: Tensor, add: bool) -> None:
         if self._shard is None:  # after `release`, where a warmup begins anew
             self._shard = self._new_shard()
-        return self._shard
+        if add:
+            self._shard.add_(average)
+        elif average is not self._shard:
+            self._shard.copy_(average)
 
     def _whole(self) -> Tensor:
         if self._flat is None:
