@@ -64,6 +64,16 @@ def test_linear_layers_in_8_bits(rows) -> None:
     assert (found - exact).norm() < 0.03 * exact.norm()
 
 
+def test_torchs_own_attention_keeps_the_weights_that_it_reads() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 2, dim_feedforward=128, batch_first=True)
+    model = nn.Sequential(nn.Linear(64, 64), layer).eval()
+    quantized = prepare(model, quantize="int8-dynamic")
+    assert [type(one) for one in quantized.model] == [Int8Linear, nn.TransformerEncoderLayer]
+    inputs = torch.randn(2, 5, 64)
+    assert (quantized(inputs) - model(inputs)).norm() < 0.05 * model(inputs).norm()
+
+
 def test_a_decoder_generates_and_reads_a_folder(tmp_path) -> None:
     torch.manual_seed(0)
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}

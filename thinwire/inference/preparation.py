@@ -45,7 +45,8 @@ class Prepared:
 
         Raises ValueError for numbers that are too small.
         """
-        return RequestQueue(self, _longest(self.model), max_tokens=max_tokens, wait=wait, size=size)
+        device = next((one.device for one in self.model.parameters()), torch.device("cpu"))
+        return RequestQueue(self, device, _longest(self.model), max_tokens=max_tokens, wait=wait, size=size)
 
 
 def prepare(

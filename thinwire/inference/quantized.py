@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+_READ_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # of their layers, for one fused call
 _LEAST_ELEMENTS = 1 << 12  # smaller matrices cost more to quantise inputs for than their products take
 
 
@@ -46,13 +47,14 @@ class Int8Linear(nn.Module):
 def quantize_linears(model: nn.Module) -> int:
     """Put `Int8Linear` in place of every linear layer of `model` that is large enough; how many there were.
 
-    Transformers' Conv1D, linear with its matrix transposed, is one.
+    Transformers' Conv1D, linear with its matrix transposed, is one. Layers whose weights torch's own attention reads
+    past them stay.
     """
     found: list[tuple[nn.Module, str, Any]] = [
         (parent, name, layer)
         for parent in model.modules()
         for name, layer in parent.named_children()
-        if _is_linear(layer)
+        if _is_linear(layer) and not isinstance(parent, _READ_WEIGHTS)
     ]
     for parent, name, layer in found:
         weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.T

@@ -32,17 +32,25 @@ class _Request:
 class RequestQueue:
     """Batches for `model`, which takes `input_ids` and `attention_mask` [B, S] and gives outputs by name.
 
-    A batch goes as soon as `max_tokens` wait, or its first request has waited for `wait` seconds. `longest`: tokens
-    that the model can read.
+    A batch goes as soon as `max_tokens` wait, or its first request has waited for `wait` seconds. `device`: the
+    model's, where answers are too; `longest`: tokens that it can read.
     """
 
     def __init__(
-        self, model: Callable[..., Any], longest: int | None, *, max_tokens: int, wait: float, size: int
+        self,
+        model: Callable[..., Any],
+        device: torch.device,
+        longest: int | None,
+        *,
+        max_tokens: int,
+        wait: float,
+        size: int,
     ) -> None:
         for name, value, least in (("max_tokens", max_tokens, 1), ("wait", wait, 0), ("size", size, 1)):
             if value < least:
                 raise ValueError(f"{name} is {value}, expected at least {least}")
-        self._model, self._longest, self._max_tokens, self._wait = model, longest, max_tokens, wait
+        self._model, self._device, self._longest = model, device, longest
+        self._max_tokens, self._wait = max_tokens, wait
         self._waiting: queue.Queue[_Request | None] = queue.Queue(size)
         self._lock, self._closed = threading.Lock(), False
         self._thread = threading.Thread(target=self._serve, name="thinwire-requests", daemon=True)
@@ -117,7 +125,7 @@ class RequestQueue:
         mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         padded = torch.nn.utils.rnn.pad_sequence([one.tokens for one in batch], batch_first=True)
         try:
-            outputs = self._model(input_ids=padded, attention_mask=mask.long())
+            outputs = self._model(input_ids=padded.to(self._device), attention_mask=mask.to(self._device, torch.int64))
             named = {"output": outputs} if isinstance(outputs, Tensor) else dict(outputs)
             for row, (request, length) in enumerate(zip(batch, lengths, strict=True)):
                 own = {
