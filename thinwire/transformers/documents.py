@@ -21,11 +21,13 @@ class Documents:
         shape: of the padded batch, (B, S).
         index: of the row's tokens in the batch's B * S, int64 [T], ascending.
         lengths: of the documents that have tokens, in their order.
+        tokens: T.
     """
 
     shape: tuple[int, int]
     index: Tensor
     lengths: list[int]
+    tokens: int
     _bands: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -34,12 +36,7 @@ class Documents:
         kept = mask.bool()
         index = kept.flatten().nonzero().flatten()
         batch, length = mask.shape
-        return cls((batch, length), index, [count for count in kept.sum(dim=1).tolist() if count])
-
-    @property
-    def tokens(self) -> int:
-        """T."""
-        return sum(self.lengths)
+        return cls((batch, length), index, [count for count in kept.sum(dim=1).tolist() if count], len(index))
 
     def join(self, padded: Tensor) -> Tensor:
         """[B, S, ...] as [1, T, ...], without padding."""

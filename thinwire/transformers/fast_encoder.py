@@ -135,12 +135,14 @@ def _join(encoder: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[
     inputs = {**dict(zip(kind.positions, given, strict=False)), **named}
     mask = inputs.get("attention_mask")
     other = any(inputs.get(name) is not None for name in _OF_DECODERS) or inputs.get("output_attentions")
-    if other or not isinstance(mask, Tensor) or mask.dim() != 2 or bool(mask.all()) or not bool(mask.any()):
+    if other or not isinstance(mask, Tensor) or mask.dim() != 2:
         return given, named
     tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
     if not isinstance(tokens, Tensor) or tokens.shape[:2] != mask.shape:
         return given, named  # refused by the encoder itself
     documents = Documents.of(mask)
+    if documents.tokens in (0, mask.numel()):
+        return given, named
     if inputs.get("position_ids") is None:
         inputs["position_ids"] = _positions(encoder, inputs.get("input_ids"), tokens)
     for name in kind.token_inputs:
