@@ -12,7 +12,7 @@ WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # Arguments for the experiment, as in: make train ARGS="--model mini --ranks 2"
 ARGS ?=
 
-.PHONY: help train test kernels chaos bits lint plots lion frontier stages bench bench-engine text-classification long-sequences long-documents layer-drop ethernet pipelines shards plan-accuracy redraw gpu docs wheel clean
+.PHONY: help train test kernels chaos bits lint bert-recipe plots lion frontier stages bench bench-engine text-classification long-sequences long-documents layer-drop ethernet pipelines shards plan-accuracy redraw gpu docs wheel clean
 
 help:
 	@echo "make train           pretrain a small BERT with AdamW and with 1-bit Adam on ZeRO-1, and draw both (under 10 minutes)"
@@ -20,6 +20,7 @@ help:
 	@echo "make kernels         compile and emulate the kernels for GPUs, every form (about 10 minutes; CI runs it if kernels changed)"
 	@echo "make chaos           damage, races and other faults by the thousand, each seeded (about 20 minutes)"
 	@echo "make bits            run every optimizer in every form against the bits that were recorded of it (about 3 minutes)"
+	@echo "make bert-recipe     the fastest published BERT pretraining's recipe with LAMB and 1-bit LAMB, scaled down (about 10 minutes)"
 	@echo "make plots           reproduce the convergence plots"
 	@echo "make lion            1-bit Lion beside Lion and AdamW, each at its best rate (about 10 minutes)"
 	@echo "make frontier        loss against bytes and seconds, every optimizer at its best rate (hours; stopped, it goes on)"
@@ -70,6 +71,9 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+bert-recipe: $(READY)
+	$(RUN) -m experiments.bert_recipe $(ARGS)
 
 plots: $(READY)
 	$(RUN) -m experiments.convergence $(ARGS)

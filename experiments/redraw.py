@@ -23,6 +23,7 @@ Drawing = Callable[[Mapping[str, Any], Path], None]
 _DRAWN_BY = {
     "bench_engine": "experiments.benchmarks.engine_plots",
     "bench_kernels": "experiments.benchmarks.kernel_plots",
+    "bert_recipe": "experiments.bert_recipe.plots",
     "convergence": "experiments.convergence.plots",
     "ethernet": "experiments.ethernet.race.step_plots",
     "ethernet_losses": "experiments.ethernet.race.loss_report",

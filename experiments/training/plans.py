@@ -14,13 +14,14 @@ class Plan:
 
     Attributes:
         steps: optimizer steps in all.
-        warmup_steps: steps over which the learning rate rises linearly; then it falls linearly to zero.
+        warmup_steps: steps over which the learning rate rises linearly; then it falls to zero.
         learning_rate: its peak.
         weight_decay: decoupled, on matrices only.
         freeze_step: when a 1-bit optimizer freezes the variance; "auto" lets it decide.
         evaluate_every: steps between validations; the last step is always validated.
         seed: of the weights and the batches.
         local_step_scaler: steps after which 0/1 Adam, once frozen, doubles the interval between two syncs.
+        power: of the part of the steps that are left, as which the learning rate falls: 1 is a straight line.
     """
 
     steps: int
@@ -31,6 +32,7 @@ class Plan:
     evaluate_every: int
     seed: int
     local_step_scaler: int = 32_678
+    power: float = 1.0
 
     @property
     def fixed_freeze_step(self) -> int:
@@ -45,4 +47,5 @@ class Plan:
         """Learning rate of step 0, 1, ..., steps - 1."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
-        return self.learning_rate * (self.steps - step) / max(1, self.steps - self.warmup_steps)
+        left = (self.steps - step) / max(1, self.steps - self.warmup_steps)
+        return self.learning_rate * left**self.power

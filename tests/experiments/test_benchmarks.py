@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.benchmarks import attention_gpu, codec_errors, engine, frozen_step, kernels
+from experiments.benchmarks import (
+    attention_gpu,
+    codec_errors,
+    encoder_rate,
+    encoder_savings,
+    engine,
+    fast_encoder,
+    frozen_step,
+    kernels,
+)
 from experiments.benchmarks.attention_gpu_case import Case, Result
 from experiments.benchmarks.engine_step_time import BASELINE, REDUNDANCY
 from experiments.benchmarks.kernel_code import ARCHITECTURES, BLOCK_SIZES, COUNTED, compile_kernels
@@ -23,7 +32,7 @@ from experiments.benchmarks.kernel_peers import (
 from experiments.benchmarks.machine_code import Compiler, Program, disassemble, find_tool, resources
 from experiments.convergence import pipeline_codecs
 from tests.compiled import compiled
-from tests.experiments.helpers import written
+from tests.experiments.helpers import write_text, written
 from tests.launching import Jobs
 from thinwire.compress.kernels.calls import Decode, Encode
 from thinwire.compress.kernels.loading import execute
@@ -237,3 +246,37 @@ def test_the_engine_writes_numbers_and_picture(tmp_path: Path, jobs: Jobs) -> No
     for one in systems.values():
         assert one["held"] == pytest.approx(one["formula"], rel=0.15)  # shards of whole blocks weigh in a tiny model
     assert "1-bit Adam, frozen" in ended.stdout
+
+
+ENCODERS = {
+    "fast_encoder": (
+        fast_encoder,
+        "--sizes tiny --batch-size 3 --rounds 1 --vocab-size 80 --without compiled,_sorted",
+        2,
+    ),
+    "encoder_savings": (
+        encoder_savings,
+        "--size tiny --length 64 --block 16 --batch-size 2 --rounds 1 --vocab-size 80",
+        8,
+    ),
+    "encoder_rate": (encoder_rate, "--size tiny --length 16 --batch-size 2 --rounds 1", None),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_are_compared(name: str, tmp_path: Path) -> None:
+    command, options, systems = ENCODERS[name]
+    given = [one.replace("_", " ") for one in options.split()]
+    corpus = write_text(tmp_path / "shopping.txt", 400)
+    given += ["--corpus", str(corpus)] if systems else []
+    assert command.main([*given, "--output", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    if systems:
+        assert len(found["results"]) == systems
+        assert found["results"][0]["speed"] == 1.0
+        if name == "fast_encoder":
+            one, other = (row["first_loss"] for row in found["results"])
+            assert one == pytest.approx(other, rel=0.1), "dropout differs"
+    else:
+        assert found["flops"] > 0
+        assert sum(found["time"].values()) == pytest.approx(1)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import experiments.bert_recipe.__main__ as bert_recipe
 import experiments.convergence.__main__ as convergence
 import experiments.lion.__main__ as lion
 import experiments.long_documents.__main__ as long_documents
@@ -59,6 +60,17 @@ def test_convergence_writes_every_curve_and_findings_of_all_seeds(tmp_path: Path
     losses = [run["final_loss"] for run in digits["runs"]["adamw"]]
     assert losses[0] != losses[1]
     assert digits["findings"]["onebit-adam"]["exact_loss"] == pytest.approx(sum(losses) / 2)
+
+
+def test_the_recipe_trains_both_phases(tmp_path: Path) -> None:
+    corpus = write_text(tmp_path / "shopping.txt", 4000)
+    sizes = ["--steps", "4", "--batch-size", "64", "--vocab-size", "80", "--without-large"]
+    settings = bert_recipe.parse([*sizes, "--corpus", str(corpus), "--output", str(tmp_path)])
+    threads.run(lambda comm: bert_recipe.pretrain(comm, settings), 2)
+    run = written(tmp_path, "bert_recipe")["runs"]["onebit-lamb"]
+    assert run["curve"]["steps"] == [1, 2, 3, 4, 5, 6], "the second phase goes on where the first ended"
+    assert run["curve"]["losses"][-1] < run["curve"]["losses"][0]
+    assert run["curve"]["bytes_sent"] == sorted(run["curve"]["bytes_sent"])
 
 
 def test_tuning_compares_learning_rates(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ _CONFIGS = {
     "Bert": {**_NO_DROPOUT, "pad_token_id": 0},
     "Roberta": {**_NO_DROPOUT, "pad_token_id": 1},
     "XLMRoberta": {**_NO_DROPOUT, "pad_token_id": 1},
+    "RobertaPreLayerNorm": {**_NO_DROPOUT, "pad_token_id": 1},
     "ModernBert": {**_SLIDING, **_TOKENS, "classifier_pooling": "mean"},
 }
 

@@ -50,6 +50,7 @@ _ENCODERS = {
     "BertModel": _BERT,
     "RobertaModel": _BERT,
     "XLMRobertaModel": _BERT,
+    "RobertaPreLayerNormModel": _BERT,
     "ModernBertModel": _MODERN_BERT,
 }
 
@@ -64,10 +65,12 @@ class _Head:
     divides_by_items: bool = False  # a loss that knows how many labels all micro-batches of a step have
 
 
+_ROBERTA = _Head(("lm_head.dense", "gelu", "lm_head.layer_norm"), "lm_head.decoder")
 _HEADS = {
     "BertForMaskedLM": _Head(("cls.predictions.transform",), "cls.predictions.decoder"),
-    "RobertaForMaskedLM": _Head(("lm_head.dense", "gelu", "lm_head.layer_norm"), "lm_head.decoder"),
-    "XLMRobertaForMaskedLM": _Head(("lm_head.dense", "gelu", "lm_head.layer_norm"), "lm_head.decoder"),
+    "RobertaForMaskedLM": _ROBERTA,
+    "XLMRobertaForMaskedLM": _ROBERTA,
+    "RobertaPreLayerNormForMaskedLM": _ROBERTA,
     "ModernBertForMaskedLM": _Head(("head",), "decoder", divides_by_items=True),
 }
 
@@ -75,12 +78,12 @@ _HEADS = {
 def accelerate(model: _Model) -> _Model:
     """Have a Hugging Face encoder compute no padding; changes `model` and returns it.
 
-    For BERT, RoBERTa, XLM-RoBERTa and ModernBERT, bare or with any head. A batch with padding, told by its
-    `attention_mask` [B, S], goes through the layers as one row of all its tokens, each document attending to itself;
-    outputs have the shapes that they had, with zeros for padding. Where a masked language model trains with labels,
-    its head sees labelled tokens alone, and the loss comes without logits. Results are otherwise those of the plain
-    model up to rounding; weights, `state_dict` and `save_pretrained` are untouched. Calls that need no such thing, or
-    other masks, take the plain path. Positions count padding, if it is on the left, as they did.
+    For BERT, RoBERTa, XLM-RoBERTa, RoBERTa-PreLayerNorm and ModernBERT, bare or with any head. A batch with padding,
+    told by its `attention_mask` [B, S], goes through the layers as one row of all its tokens, each document attending
+    to itself; outputs have the shapes that they had, with zeros for padding. Where a masked language model trains
+    with labels, its head sees labelled tokens alone, and the loss comes without logits. Results are otherwise those
+    of the plain model up to rounding; weights, `state_dict` and `save_pretrained` are untouched. Calls that need no
+    such thing, or other masks, take the plain path. Positions count padding, if it is on the left, as they did.
 
     Sparse attention (`sparsify`) goes in before, and attends within documents then. `undo` gives the plain model back.
 
