@@ -1,8 +1,8 @@
 """Kills ranks of a job that saves in a loop, and looks at what is left: ``python -m tests.engine.checkpoint.kill 100``.
 
 Every job goes on from what the one before it has left behind. Half of the kills come at a random time, half at a
-random one of the calls by which a save changes the folder; ``sweep`` instead of a number kills at each of these once,
-``sweep 100`` does both.
+random one of the calls by which a save changes the folder; ``sweep`` instead of a number stops one rank at each of
+these, ``sweep 100`` does both.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -115,12 +116,21 @@ def kill_self_at_call(number: int, folder: str) -> None:
     """End this process by SIGKILL instead of its `number`th call about a name in the folder."""
     left = [number]
 
+    def count() -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    before_calls(folder, count)
+
+
+def before_calls(folder: str, act: Callable[[], None]) -> None:
+    """From now on `act` before every call about a name in the folder."""
+
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         names = [str(argument) for argument in arguments if isinstance(argument, (str, os.PathLike))]
         if (event == "open" or event.startswith("os.")) and any(name.startswith(folder) for name in names):
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+            act()
 
     sys.addaudithook(hook)
 
@@ -178,15 +188,42 @@ def fork(body: Callable[[], None]) -> int:
         os._exit(1)
 
 
-def sweep() -> list[Trial]:
-    """Kill rank 0 at each of its calls, by turns saving at once and in the background."""
-    return [Trial(1, 0, bool(call % 2), False, call, 0.0) for call in range(MOST_CALLS)]
+def sweep(asynchronous: bool) -> str:
+    """Stop a rank at each of its calls: what is in the folder then, which a kill would leave, is copied and gone on
+    from. AssertionError where no whole checkpoint, a mix or an old one is left, or nothing can be saved to it."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, copies = Path(temporary, "checkpoints"), Path(temporary, "copies")
+        published, saved, copying = [], 0, False
+
+        def copy() -> None:
+            nonlocal copying
+            if not copying and folder.exists():
+                copying = True
+                shutil.copytree(folder, copies / str(len(published)))
+                published.append(saved)
+                copying = False
+
+        before_calls(str(folder), copy)
+        store = CheckpointStore(folder, threads.single(TIMEOUT), asynchronous=asynchronous)
+        for number in range(1, 4):  # two of one name
+            assert store.save("best" if number < 3 else "other", snapshot_of(number, 0, 1))
+            assert store.wait()
+            saved = number
+        copying = True  # no more
+        for number, least in enumerate(published):
+            store = CheckpointStore(copies / str(number), threads.single(TIMEOUT))
+            loaded = store.load(description=MODEL)
+            found = number_in(loaded) if loaded else 0
+            assert found in (least, least + 1), f"call {number}: save {least} was published, {found} is loaded"
+            assert store.save("best", snapshot_of(found + 1, 0, 1))
+            loaded = store.load(description=MODEL)
+            assert loaded is not None
+            assert number_in(loaded) == found + 1, f"call {number}: the next save"
+        return f"{len(published)} calls"
 
 
 def kill_all(trials: Iterable[Trial]) -> str:
     """Raise AssertionError for the first job after which no whole checkpoint, a mix or an old one is left."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore", RuntimeWarning)
     kills = leftovers = last = 0
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
@@ -209,9 +246,13 @@ def main() -> None:
     chosen = parser.parse_args()
     source = random.Random(chosen.seed)
     print(f"seed {chosen.seed}", file=sys.stderr)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", RuntimeWarning)
     for one in chosen.what:
-        trials = sweep() if one == "sweep" else [Trial.random(source) for _ in range(int(one))]
-        print(f"{one}: {kill_all(trials)}")
+        if one == "sweep":
+            print(f"{one}: {sweep(False)}, {sweep(True)} in the background")
+        else:
+            print(f"{one}: {kill_all(Trial.random(source) for _ in range(int(one)))}")
 
 
 if __name__ == "__main__":
