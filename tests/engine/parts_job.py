@@ -20,7 +20,7 @@ from thinwire.engine import ConfigError
 from thinwire.parallel import Pipeline
 
 PROGRAM = ("-m", "tests.engine.parts_job")
-STEPS = 3
+STEPS, FEW = 2, 2
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": ROWS,
     "gradient_accumulation_steps": MICRO_BATCHES,
@@ -47,7 +47,7 @@ def check(make: Callable[[], Any], stages: int, cut: int, on: str = "cpu", **con
         world.barrier()
     engine, _optimizer, _, schedule = initialize(
         model=model,
-        config=parted(stages, cut, gradient_clipping=1.0, **config),
+        config=parted(stages, cut, gradient_clipping=1.0, gradient_accumulation_steps=FEW, **config),
         lr_scheduler=lambda one: torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1.0),
     )
     assert engine.mesh.mesh_dim_names == ("pp", "dp", "tp")
@@ -62,11 +62,11 @@ def check(make: Callable[[], Any], stages: int, cut: int, on: str = "cpu", **con
     assert same_on_all_ranks(world, found)
     assert engine.module.training
     assert engine.global_steps == schedule.last_epoch == STEPS
-    assert engine.micro_steps == STEPS * MICRO_BATCHES
-    assert engine.global_samples == STEPS * MICRO_BATCHES * ROWS * engine.comm.size
+    assert engine.micro_steps == STEPS * FEW
+    assert engine.global_samples == STEPS * FEW * ROWS * engine.comm.size
     assert {name for name, _ in engine.module.named_parameters()} <= {*make().state_dict()}
     if world.rank == 0:
-        alone = Alone(make(), replicas=engine.comm.size, max_norm=1.0)
+        alone = Alone(make(), engine.comm.size, 1.0, FEW)
         expected = [alone.step() for _ in range(STEPS)] + [float(alone.loss(alone.streams).detach())]
         assert found[: STEPS + 1].tolist() == pytest.approx(expected, rel=1e-5), (make, stages, cut)
         assert norms == pytest.approx(alone.norms, rel=1e-4), (make, stages, cut)
@@ -100,7 +100,9 @@ def rounded() -> None:
     for stages, cut in ((1, 1), (2, 1), (1, 2)):
         model = bert(2)
         model.bert.encoder.layer[0].requires_grad_(False)
-        engine, *_ = initialize(model=model, config=parted(stages, cut, bf16={"enabled": True}))
+        engine, *_ = initialize(
+            model=model, config=parted(stages, cut, bf16={"enabled": True}, gradient_accumulation_steps=FEW)
+        )
         stream = batches()
         losses.append([float(engine.train_batch(stream)) for _ in range(STEPS)])
         assert losses[-1] == pytest.approx(losses[0], rel=5e-3), (stages, cut)
@@ -120,7 +122,7 @@ def own_loader() -> None:
 
 def half() -> None:
     """fp16's scale goes through the schedule: what overflows is skipped, and no loss is scaled."""
-    scaled = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
+    scaled = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}, "gradient_accumulation_steps": FEW}
     engine, *_ = initialize(model=gpt2(), config=parted(2, 1, **scaled))
     whole, *_ = initialize(model=gpt2(), config=CONFIG | scaled)
     before = {name: one.detach().clone() for name, one in engine.module.named_parameters()}

@@ -62,14 +62,16 @@ def batches(replica: int = 0) -> Iterator[dict[str, Tensor]]:
 class Alone:
     """The same in this process, with gradients added up."""
 
-    def __init__(self, model: nn.Module, replicas: int = 1, max_norm: float | None = None) -> None:
-        self.model, self.max_norm = model, max_norm
+    def __init__(
+        self, model: nn.Module, replicas: int = 1, max_norm: float | None = None, micro_batches: int = MICRO_BATCHES
+    ) -> None:
+        self.model, self.max_norm, self.micro_batches = model, max_norm, micro_batches
         self.norms: list[float] = []
         self.streams = [batches(replica) for replica in range(replicas)]
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
 
     def loss(self, streams: Sequence[Iterator[dict[str, Tensor]]]) -> Tensor:
-        found = [self.model(**next(stream)).loss for stream in streams for _ in range(MICRO_BATCHES)]
+        found = [self.model(**next(stream)).loss for stream in streams for _ in range(self.micro_batches)]
         return torch.stack(found).mean()
 
     def step(self) -> float:
@@ -82,13 +84,13 @@ class Alone:
         return float(loss)
 
 
-def train(make: Callable[[], nn.Module], schedule: str, steps: int, **options: Any) -> None:
+def train(make: Callable[[], nn.Module], schedule: str, **options: Any) -> None:
     model, alone = make(), Alone(make(), max_norm=1.0)
     pipeline = Pipeline(model, MICRO_BATCHES, schedule=schedule, **options)
     names = {name for name, _ in pipeline.named_parameters()}
     assert names <= {name for name, _ in model.named_parameters(remove_duplicate=False)}
     optimizer, stream = torch.optim.AdamW(pipeline.parameters(), lr=RATE), batches()
-    for count in (steps, 2):
+    for count in (2, 1):
         found = torch.stack([pipeline.train_batch(stream, optimizer, max_norm=1.0) for _ in range(count)])
         assert same_on_all_ranks(pipeline.comm, found)
         if pipeline.comm.rank == 0:
@@ -106,14 +108,14 @@ def train(make: Callable[[], nn.Module], schedule: str, steps: int, **options: A
 
 def models() -> None:
     for make in (bert, gpt2):
-        train(make, "1F1B", 3)
+        train(make, "1F1B")
 
 
 def schedules() -> None:
     """Two stages a rank: tied embeddings lie on two ranks, or in a V on one."""
     for schedule in ("GPipe", "Interleaved1F1B", "ZBVZeroBubble"):
-        train(gpt2, schedule, 3)
-    train(bert, "1F1B", 2, split=["bert.encoder.layer.3"])
+        train(gpt2, schedule)
+    train(bert, "1F1B", split=["bert.encoder.layer.3"])
 
 
 def sequential() -> None:
@@ -159,7 +161,7 @@ def near_compressed(
     options = {"lr": RATE, "weight_decay": 0.01, "freeze_step": warm, "max_norm": 1.0, **options}
     optimizer = OneBitAdam(pipeline.named_parameters(), mesh=mesh["dp"], **options)
     stream = batches(mesh.get_local_rank("dp"))
-    near(pipeline, optimizer, Alone(make(), replicas=2, max_norm=1.0), stream, warm)
+    near(pipeline, optimizer, Alone(make(), 2, 1.0, pipeline.micro_batches), stream, warm)
     found = [float(pipeline.train_batch(stream, optimizer)) for _ in range(2 * warm)]
     assert optimizer.frozen
     same_replicas(mesh, pipeline)
@@ -171,9 +173,9 @@ def near_compressed(
         whole, losses = OneBitAdam(model.named_parameters(), comm=ranks, **options), []
         for _ in range(3 * warm):
             mean = torch.zeros(())
-            for number in range(MICRO_BATCHES):
-                loss = model(**next(own)).loss / MICRO_BATCHES
-                with whole.no_sync() if number < MICRO_BATCHES - 1 else contextlib.nullcontext():
+            for number in reversed(range(pipeline.micro_batches)):
+                loss = model(**next(own)).loss / pipeline.micro_batches
+                with whole.no_sync() if number else contextlib.nullcontext():
                     loss.backward()
                 mean += loss.detach()
             whole.step()
@@ -200,12 +202,12 @@ def skip_together(pipeline: Pipeline, optimizer: Any, stream: Iterator[Any]) -> 
         assert torch.equal(before, getattr(one, "_local_tensor", one))
 
 
-def near_exact(mesh: DeviceMesh, make: Callable[[], nn.Module], pipeline: Pipeline, stage: int, steps: int) -> None:
+def near_exact(mesh: DeviceMesh, make: Callable[[], nn.Module], pipeline: Pipeline, stage: int) -> None:
     optimizer = ShardedOptimizer(
         pipeline.parameters(), torch.optim.AdamW, lr=RATE, stage=stage, mesh=mesh["dp"], max_norm=1.0
     )
     stream = batches(mesh.get_local_rank("dp"))
-    near(pipeline, optimizer, Alone(make(), replicas=2, max_norm=1.0), stream, steps)
+    near(pipeline, optimizer, Alone(make(), 2, 1.0, pipeline.micro_batches), stream, 2)
     same_replicas(mesh, pipeline)
     skip_together(pipeline, optimizer, stream)
 
@@ -214,9 +216,9 @@ def replicas() -> None:
     """Two stages of two replicas each, clipped: averaged exactly, by owners too; then in one bit."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     for stage in (0, 1):
-        near_exact(mesh, gpt2, Pipeline(gpt2(), MICRO_BATCHES, mesh=mesh), stage, 3)
-    pipeline = Pipeline(gpt2(), MICRO_BATCHES, mesh=mesh)
-    optimizer, stream = near_compressed(mesh, gpt2, pipeline, 4)
+        near_exact(mesh, gpt2, Pipeline(gpt2(), 2, mesh=mesh), stage)
+    pipeline = Pipeline(gpt2(), 2, mesh=mesh)
+    optimizer, stream = near_compressed(mesh, gpt2, pipeline, 3)
     skip_together(pipeline, optimizer, stream)
     refused(ValueError, "give max_norm to an optimizer", pipeline.train_batch, stream, optimizer, max_norm=1.0)
     plain = torch.optim.SGD(pipeline.parameters(), lr=RATE)
@@ -273,8 +275,8 @@ def cube() -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     sent_as_planned(mesh)
     model = parallelize(gpt2(), mesh["tp"])
-    near_exact(mesh, gpt2, Pipeline(model, MICRO_BATCHES, mesh=mesh), 1, 3)
-    pipeline = Pipeline(cut_bert(mesh["tp"]), MICRO_BATCHES, mesh=mesh)
+    near_exact(mesh, gpt2, Pipeline(model, 2, mesh=mesh), 1)
+    pipeline = Pipeline(cut_bert(mesh["tp"]), 2, mesh=mesh)
     optimizer, stream = near_compressed(mesh, partial(bert, 2), pipeline, 3)
     skip_together(pipeline, optimizer, stream)
     refused(ValueError, "give max_norm to an optimizer", pipeline.train_batch, stream, max_norm=1.0)

@@ -25,6 +25,7 @@ LOADED = (
     "torch.nn.parallel",
     "numba",
     "pytest",
+    "hypothesis",
     "thinwire.deepspeed.initialization",
     "thinwire.optim.registry",
     "tests.warm_python.kernels",
