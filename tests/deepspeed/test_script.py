@@ -41,6 +41,7 @@ def script(arguments: list[str], folder: Path) -> list[float]:
         args=args, model=model, model_parameters=model.parameters(), training_data=data
     )
     assert isinstance(engine, deepspeed.DeepSpeedEngine)
+    assert engine._config is engine.settings
     repeating = RepeatingLoader(loader)
     losses = []
     for _ in range(24):

@@ -15,6 +15,7 @@ from tests.refusing import refused
 from thinwire import deepspeed, initialize
 from thinwire.comm import threads
 from thinwire.deepspeed.getters import why_foreign
+from thinwire.deepspeed.monitors import ThroughputTimer
 from thinwire.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from thinwire.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from thinwire.deepspeed.utils import safe_get_full_fp32_param
@@ -310,3 +311,12 @@ def test_a_timer_counts_what_a_script_starts_and_stops() -> None:
     assert timer.avg_samples_per_sec() == timer.batch_size / elapsed[5]
     timer.update_epoch_count()
     assert (timer.epoch_count, timer.micro_step_count) == (1, 0)
+    lines: list[str] = []
+    timer = ThroughputTimer(None, batch_size=4, start_step=0, steps_per_output=2, logging_fn=lines.append)
+    for _ in range(4):
+        timer.start()
+        timer.stop(global_step=True)
+    assert [line.partition(",")[0] for line in lines] == [
+        "epoch=0/micro_step=2/global_step=2",
+        "epoch=0/micro_step=4/global_step=4",
+    ]

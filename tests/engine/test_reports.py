@@ -199,6 +199,41 @@ def test_counts_by_module() -> None:
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
 
 
+class Called(nn.Module):
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("module", "shapes", "macs", "sums"),
+    [
+        (nn.Linear(8, 16), [(2, 4, 8)], 2 * 4 * 16 * 8, 2 * 4 * 16),
+        (nn.Linear(8, 16, bias=False), [(4, 8)], 4 * 16 * 8, 0),
+        (nn.ConvTranspose2d(4, 8, 3, stride=2, groups=2), [(2, 4, 5, 5)], 2 * 25 * 4 * 4 * 9, 2 * 8 * 11 * 11),
+        (nn.LayerNorm(6), [(3, 6)], 0, 5 * 18),
+        (Called(torch.mul), [(4, 1, 7), (1, 5, 7)], 0, 4 * 5 * 7),
+        (Called(torch.addmm), [(1, 5), (4, 8), (8, 5)], 4 * 5 * 8, 4 * 5),
+        (Called(torch.baddbmm), [(5,), (2, 4, 8), (2, 8, 5)], 2 * 4 * 5 * 8, 2 * 4 * 5),
+        (Called(torch.matmul), [(4, 8), (8,)], 4 * 8, 0),
+        (Called(torch.matmul), [(8,), (8,)], 8, 0),
+        (Called(nn.functional.scaled_dot_product_attention), [(2, 4, 16, 8)] * 3, 2 * 2 * 4 * 16 * 16 * 8, 0),
+    ],
+    ids=str,
+)
+def test_sums_count_where_asked(module: nn.Module, shapes: list[tuple[int, ...]], macs: int, sums: int) -> None:
+    for counts_sums in (False, True):
+        profiler = FlopsProfiler(module, counts_sums=counts_sums)
+        profiler.start_profile()
+        module(*(torch.randn(shape) for shape in shapes))
+        assert profiler.get_total_macs() == macs
+        assert profiler.get_total_flops() == 2 * macs + counts_sums * sums
+        profiler.end_profile()
+
+
 def test_ignored_classes_have_no_line_and_an_error_leaves_nothing_behind() -> None:
     profiler = FlopsProfiler(Nested())
     profiler.start_profile(ignore_list=[nn.Sequential])

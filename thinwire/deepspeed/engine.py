@@ -320,6 +320,11 @@ class DeepSpeedEngine(TrainingEngine):
 
     forward = __call__
 
+    @property
+    def _config(self) -> EngineConfig:
+        """The configuration, checked and complete, as scripts reach for it."""
+        return self.settings
+
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """As the engine's. Raises DeepSpeedUsageError, an AssertionError, for more values than one."""
         if isinstance(loss, torch.Tensor) and loss.numel() != 1:

@@ -4,34 +4,50 @@ profiler's arguments; and the timer of an engine that scripts start and stop."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator
+from thinwire.deepspeed.utilities import logger
 from thinwire.engine.config.models import EngineConfig, MonitorConfig, Section, WandbConfig
 from thinwire.engine.flops_profiler import FlopsProfiler
 from thinwire.engine.monitor import SECTIONS, Monitor, place_of
 
 
 class DeepSpeedFlopsProfiler(FlopsProfiler):
-    """thinwire's, with DeepSpeed's arguments in its order; `ds_engine` is not needed."""
+    """thinwire's, with DeepSpeed's arguments in its order, counting sums as it does; `ds_engine` is not needed."""
 
     def __init__(self, model: nn.Module, ds_engine: object = None, recompute_fwd_factor: float = 0.0) -> None:
-        super().__init__(model, recompute_fwd_factor)
+        super().__init__(model, recompute_fwd_factor, counts_sums=True)
+
+
+module_flop_count: list[int] = []
+module_mac_count: list[int] = []
+"""Nothing is ever in them: for scripts that look whether a profile has ended."""
 
 
 class ThroughputTimer:
     """A timer of steps, which scripts start before each micro-batch and stop after it: the engine itself does not.
 
-    The first `start_step` steps are counted and not timed. `batch_size`: samples of a step, over all ranks. `config`
-    and `report_speed` are for DeepSpeed's calls: nothing is reported.
+    The first `start_step` steps are counted and not timed. `batch_size`: samples of a step, over all ranks. With
+    `steps_per_output`, every so many steps a line goes to `logging_fn`, by default thinwire's logger. `config` and
+    `monitor_memory` are for DeepSpeed's calls.
     """
 
-    def __init__(self, config: Any = None, batch_size: int | None = None, start_step: int = 2) -> None:
+    def __init__(
+        self,
+        config: Any = None,
+        batch_size: int | None = None,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], None] | None = None,
+    ) -> None:
         self.batch_size, self.start_step = batch_size or 1, start_step
+        self.steps_per_output, self.logging = steps_per_output, logging_fn or logger.info
         self.initialized = self.started = False
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.start_time = self.end_time = self.total_elapsed_time = self.step_elapsed_time = 0.0
@@ -58,6 +74,12 @@ class ThroughputTimer:
             self.end_time = time.perf_counter()
             self.total_elapsed_time += self.end_time - self.start_time
             self.step_elapsed_time = 0.0 if global_step else self.step_elapsed_time + self.end_time - self.start_time
+        every = self.steps_per_output if global_step and report_speed else None
+        if every and self.global_step_count % every == 0:
+            self.logging(
+                f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
+                f"RunningAvgSamplesPerSec={self.avg_samples_per_sec():.6g}"
+            )
 
     def avg_samples_per_sec(self) -> float:
         """Samples a second of the steps that were timed, over all ranks; -1 while there is none."""

@@ -30,7 +30,7 @@ _NO_TILES = Instead(
     "use torch.nn.Linear; stage 3 gathers one layer at a time, and offload_param keeps the others in host memory"
 )
 _NO_HANDLES = Instead("a parameter is whole inside zero.GatheredParameters, which waits for it")
-_NO_INFERENCE = Instead("thinwire trains; serve the weights of engine.save_16bit_model() with transformers or vLLM")
+_NO_INFERENCE = Instead("thinwire.inference.prepare(model) answers on CPUs; elsewhere serve saved weights with vLLM")
 _NO_TIMERS = Instead('set "wall_clock_breakdown": true in the configuration, or use torch.profiler')
 _NO_BACKENDS = Instead(
     "thinwire.compress.CompressedExchange is its compressed all-reduce, over any communicator of thinwire.comm"
@@ -149,7 +149,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "ops.transformer": {_NO_LAYERS: "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
     "profiling.flops_profiler": _PROFILER,
-    "profiling.flops_profiler.profiler": _PROFILER,
+    "profiling.flops_profiler.profiler": {
+        **_PROFILER,
+        ".monitors": _PROFILER[".monitors"] + " module_flop_count module_mac_count",
+    },
     "runtime.activation_checkpointing.checkpointing": {".checkpointing": ALL},
     "runtime.base_optimizer": {"thinwire.zero.synchronized_optimizer": _OPTIMIZERS},
     "runtime.bf16_optimizer": {_ENGINES_PRECISION: "BF16_Optimizer"},

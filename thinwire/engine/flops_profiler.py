@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
+
+from thinwire.engine.flops_report import (
+    ModuleCost,
+    StepCost,
+    detailed_table,
+    short_number,
+    short_seconds,
+    step_lines,
+    top_lines,
+)
 
 
 class FlopsProfiler:
     """Profiles forwards of `model` between `start_profile()` and `stop_profile()`.
 
-    Operations are those that torch.utils.flop_counter knows, matrix products, convolutions and attention: a
-    multiplication with an addition is two. What kernels of others do, and what torch.compile has fused, is not seen.
-    Counting makes operations slower by microseconds each, which are in the times.
+    Operations are those of matrix products, convolutions and attention: a multiplication with an addition is two. With
+    `counts_sums` those of biases, elementwise arithmetic, activations and norms count too, which are no MACs. What
+    kernels of others do, and what torch.compile has fused, is not seen. Counting makes operations slower by
+    microseconds each, which are in the times.
 
     `flops`, `macs`, `params`: of the last profile, None before there is one. `recompute_fwd_factor`: the share of the
     forward that backward computes again, of use to reports of whole steps.
     """
 
-    def __init__(self, model: nn.Module, recompute_fwd_factor: float = 0.0) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, recompute_fwd_factor: float = 0.0, counts_sums: bool = False) -> None:
+        self.model, self.counts_sums = model, counts_sums
         self.recompute_fwd_factor = recompute_fwd_factor
         self.started = False
         self.flops: int | None = None
         self.macs: int | None = None
         self.params: int | None = None
-        self._counter: FlopCounterMode | None = None
+        self._counter: _Counter | None = None
         self._hooks: list[RemovableHandle] = []
         self._tallies: dict[nn.Module, _Tally] = {}
         self._ignored: tuple[type[nn.Module], ...] = ()
@@ -44,9 +56,7 @@ class FlopsProfiler:
         self.stop_profile()
         self._ignored = tuple(ignore_list or ())
         self._tallies = {}
-        self._counter = counter = FlopCounterMode(display=False)
-        # Its own tracker of modules leaves hooks in the graph, which backward would run into after the count has ended.
-        counter.mod_tracker = _WholeModel()  # type: ignore[assignment]
+        self._counter = counter = _Counter(self.counts_sums)
         for _, module, _ in _modules(self.model, self._ignored):
             tally = self._tallies[module] = _Tally(counter)
             self._hooks.append(module.register_forward_pre_hook(tally.enter, prepend=True))
@@ -79,22 +89,22 @@ class FlopsProfiler:
     def get_total_flops(self, as_string: bool = False) -> int | str:
         """Operations of the forwards so far. Raises RuntimeError where no profile was started, as all of these do."""
         flops = self.module_costs()[0].flops
-        return f"{_short_number(flops)}FLOPs" if as_string else flops
+        return f"{short_number(flops)}FLOPs" if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
         """Multiplications with an addition."""
         macs = self.module_costs()[0].macs
-        return f"{_short_number(macs)}MACs" if as_string else macs
+        return f"{short_number(macs)}MACs" if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
         """Seconds in the model's forward."""
         seconds = self.module_costs()[0].seconds
-        return _short_seconds(seconds) if as_string else seconds
+        return short_seconds(seconds) if as_string else seconds
 
     def get_total_params(self, as_string: bool = False) -> int | str:
         """Elements of all parameters, those that are one tensor once."""
         params = self.module_costs()[0].params
-        return _short_number(params).strip() if as_string else params
+        return short_number(params).strip() if as_string else params
 
     def module_costs(self) -> list[ModuleCost]:
         """Every module, each before those inside of it; the model first."""
@@ -123,26 +133,27 @@ class FlopsProfiler:
         step = StepCost() if step is None else step
         costs = self.module_costs()
         lines = [f"profile of a step after {profile_step} steps, one rank"]
-        lines += _step_lines(costs[0], step, 2 + self.recompute_fwd_factor)
-        lines += ["", "modules by class", *_top_lines(costs, module_depth, top_modules)]
+        lines += step_lines(costs[0], step, 2 + self.recompute_fwd_factor)
+        lines += ["", "modules by class", *top_lines(costs, module_depth, top_modules)]
         if detailed:
-            lines += ["", "all modules; operations and times are of the forward", *_detailed_table(costs)]
+            lines += ["", "all modules; operations and times are of the forward", *detailed_table(costs)]
         text = "\n".join(lines) + "\n"
         if output_file:
             Path(output_file).absolute().parent.mkdir(parents=True, exist_ok=True)
-            Path(output_file).write_text(text)
+            with open(output_file, "w") as file:  # whose errors have the name as it was given
+                file.write(text)
         else:
             print(text, end="", file=sys.stdout, flush=True)
 
-    def _cost(self, module: nn.Module) -> tuple[int, float]:
-        """(Operations, seconds): of a module that is never called itself, as a ModuleList is, those of its children."""
+    def _cost(self, module: nn.Module) -> tuple[int, int, float]:
+        """(Operations, MACs, seconds): of a module that is never called itself, as a ModuleList is, its children's."""
         tally = self._tallies.get(module)
         if tally is None:
-            return 0, 0.0
+            return 0, 0, 0.0
         if tally.calls:
-            return tally.flops, tally.seconds
+            return tally.flops, (tally.flops - tally.sums) // 2, tally.seconds
         inside = [self._cost(child) for child in module.children()]
-        return sum(flops for flops, _ in inside), sum(seconds for _, seconds in inside)
+        return sum(one[0] for one in inside), sum(one[1] for one in inside), sum(one[2] for one in inside)
 
     def _note_totals(self) -> None:
         cost = self.module_costs()[0]
@@ -207,25 +218,74 @@ def get_model_profile(
     return found
 
 
+_aten = torch.ops.aten
+# Operations an element of what comes out.
+_OF_ELEMENTS = {
+    1: "add sub mul div exp tanh sigmoid relu relu_ gelu silu elu leaky_relu hardtanh _softmax _log_softmax avg_pool2d",
+    5: "native_layer_norm native_group_norm native_batch_norm",
+}
+
+
+class _Counter(FlopCounterMode):
+    """torch's, with the products that it does not know, and on demand `sums`: operations that are in no product."""
+
+    def __init__(self, counts_sums: bool) -> None:
+        self.sums = 0
+        known: dict[Any, Callable[..., int]] = {
+            _aten.mv: lambda left, right, **_: 2 * left[0] * left[1],
+            _aten.dot: lambda left, right, **_: 2 * left[0],
+            _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),  # type: ignore[no-untyped-call]
+        }
+        if counts_sums:
+            known |= {
+                _aten.addmm: lambda bias, left, right, out_shape, **_: self._with(out_shape, 2 * left[-1]),
+                _aten.baddbmm: lambda bias, left, right, out_shape, **_: self._with(out_shape, 2 * left[-1]),
+                _aten.convolution: self._convolution,
+            }
+            for count, names in _OF_ELEMENTS.items():
+                known |= dict.fromkeys((getattr(_aten, one) for one in names.split()), partial(self._elements, count))
+        super().__init__(display=False, custom_mapping=known)
+        # Its own tracker of modules leaves hooks in the graph, which backward would run into after the count has ended.
+        self.mod_tracker = _WholeModel()  # type: ignore[assignment]
+
+    def _elements(self, count: int, *_: Any, out_shape: Any, **__: Any) -> int:
+        shape = out_shape[0] if out_shape and not isinstance(out_shape[0], int) else out_shape  # the first of several
+        sums: int = count * math.prod(shape)
+        self.sums += sums
+        return sums
+
+    def _with(self, out_shape: Any, product: int) -> int:
+        """Of a product that is added to something."""
+        elements = self._elements(1, out_shape=out_shape)
+        return product * elements + elements
+
+    def _convolution(
+        self, x: Any, w: Any, bias: Any, stride: Any, pad: Any, dilation: Any, transposed: bool, *_: Any, out_shape: Any
+    ) -> int:
+        product: int = conv_flop_count(x, w, out_shape, transposed=transposed)
+        return product if bias is None else product + self._elements(1, out_shape=out_shape)
+
+
 class _Tally:
     """What forwards of one module have cost so far."""
 
-    def __init__(self, counter: FlopCounterMode) -> None:
+    def __init__(self, counter: _Counter) -> None:
         self._counter = counter
-        self._entered: list[tuple[int, float]] = []
+        self._entered: list[tuple[int, int, float]] = []
         self.reset()
 
     def reset(self) -> None:
-        self.calls, self.flops, self.seconds = 0, 0, 0.0
+        self.calls, self.flops, self.sums, self.seconds = 0, 0, 0, 0.0
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
-        self._entered.append((self._counter.get_total_flops(), seconds_now()))
+        self._entered.append((self._counter.get_total_flops(), self._counter.sums, seconds_now()))
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self.calls += 1
-        flops, start = self._entered.pop()
+        flops, sums, start = self._entered.pop()
         if not self._entered:  # a module inside of itself counts once
             self.flops += self._counter.get_total_flops() - flops
+            self.sums += self._counter.sums - sums
             self.seconds += seconds_now() - start
 
 
@@ -245,134 +305,6 @@ def _modules(model: nn.Module, ignored: tuple[type[nn.Module], ...]) -> list[tup
         else:
             found.append((name, module, 1 + name.count(".")))
     return found
-
-
-_PREFIXES = ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " K"))
-
-
-@dataclass(frozen=True)
-class ModuleCost:
-    """One module of a model: `name` as in named_modules, "" for the model itself, at `depth` 0.
-
-    `params`: elements of its parameters and its submodules'. `flops`: of what ran inside of it, two for a
-    multiplication with an addition. `seconds`: in its forward.
-    """
-
-    name: str
-    kind: str
-    depth: int
-    params: int
-    flops: int
-    seconds: float
-
-    @property
-    def macs(self) -> int:
-        """Multiplications with an addition."""
-        return self.flops // 2
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """A step of one rank: seconds in the forward and backward of a micro-batch and in moving the weights; None for what
-    was not timed."""
-
-    forward: float | None = None
-    backward: float | None = None
-    step: float | None = None
-    micro_batches: int = 1
-    samples: int = 0
-
-
-def _step_lines(model: ModuleCost, step: StepCost, factor: float) -> list[str]:
-    """The model as a whole, and the step that it was measured in.
-
-    `factor`: operations of the backward for one of the forward, as an estimate.
-    """
-    seconds = model.seconds if step.forward is None else step.forward
-    lines = [
-        f"parameters: {_short_number(model.params)}",
-        f"forward: {_short_number(model.flops)}FLOPs, {_short_number(model.macs)}MACs, {_short_seconds(seconds)}, "
-        f"{_speed(model.flops, seconds)}",
-    ]
-    if step.backward is not None:
-        speed = _speed(factor * model.flops, step.backward)
-        lines.append(f"backward: {_short_seconds(step.backward)}, {speed} at {factor:g} times the forward's operations")
-    if step.step is not None:
-        lines.append(f"moving the weights: {_short_seconds(step.step)}")
-    if step.forward is not None and step.backward is not None and step.step is not None:
-        # Were all micro-batches like the one that was timed.
-        total = step.micro_batches * (step.forward + step.backward) + step.step
-        flops = (1 + factor) * model.flops * step.micro_batches
-        lines.append(
-            f"step of {step.micro_batches} micro-batches: {_short_seconds(total)}, {_speed(flops, total)} a "
-            f"rank, {step.samples / total:.1f} samples/s on all ranks"
-        )
-    return lines
-
-
-def _top_lines(modules: Sequence[ModuleCost], module_depth: int, top_modules: int) -> list[str]:
-    """For each depth down to `module_depth` (-1: all) the `top_modules` classes with most parameters, MACs and time."""
-    deepest = max(one.depth for one in modules)
-    lines = []
-    for depth in range(1 + (deepest if module_depth < 0 else min(module_depth, deepest))):
-        sums: dict[str, list[float]] = {}
-        for one in modules:
-            if one.depth == depth:
-                total = sums.setdefault(one.kind, [0.0, 0.0, 0.0])
-                for index, value in enumerate((one.params, one.macs, one.seconds)):
-                    total[index] += value
-        lines.append(f"depth {depth}")
-        for index, what in enumerate(("parameters", "MACs", "forward")):
-            show = _short_seconds if what == "forward" else _short_number
-            first = sorted(sums.items(), key=lambda item: -item[1][index])[:top_modules]
-            lines.append(
-                f"  {what:<10}  " + ", ".join(f"{kind} {show(total[index])}".rstrip() for kind, total in first)
-            )
-    return lines
-
-
-def _detailed_table(modules: Sequence[ModuleCost]) -> list[str]:
-    """A line for each module, indented as they are nested: its share of parameters, MACs and time."""
-    whole = modules[0]
-
-    def share(value: float, of_all: float) -> str:
-        return f"{100 * value / of_all:.1f}" if of_all else ""
-
-    rows = [("module", "parameters", "%", "MACs", "%", "forward", "%", "FLOP/s")]
-    for one in modules:
-        label = "  " * one.depth + (f"{one.name.rpartition('.')[2]}: " if one.name else "") + one.kind
-        params = _short_number(one.params), share(one.params, whole.params)
-        macs = _short_number(one.macs), share(one.macs, whole.macs)
-        seconds = _short_seconds(one.seconds), share(one.seconds, whole.seconds)
-        rows.append((label, *params, *macs, *seconds, _speed(one.flops, one.seconds)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.strip().rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-
-
-def _short_number(value: float) -> str:
-    """1234567 as `1.23 M`; a small one as `12 `, so that a unit can follow."""
-    for size, prefix in _PREFIXES:
-        if value >= size:
-            return f"{value / size:.2f}{prefix}"
-    return f"{value:.4g} "
-
-
-def _short_seconds(seconds: float) -> str:
-    """`1.23 s`, `4.56 ms` or `7.89 us`."""
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= size:
-            return f"{seconds / size:.2f} {unit}"
-    return f"{seconds / 1e-6:.2f} us"
-
-
-def _speed(flops: float, seconds: float) -> str:
-    return f"{_short_number(flops / seconds if seconds else 0.0)}FLOP/s"
 
 
 def seconds_now() -> float:

@@ -18,7 +18,8 @@ import torch
 
 from thinwire.comm.agreement import on_every_rank
 from thinwire.engine.backwards import StepLosses
-from thinwire.engine.flops_profiler import FlopsProfiler, StepCost, seconds_now
+from thinwire.engine.flops_profiler import FlopsProfiler, seconds_now
+from thinwire.engine.flops_report import StepCost
 from thinwire.engine.job import Job
 from thinwire.engine.monitor import Monitor
 from thinwire.zero.memory import MemoryReport, live_tensor_bytes
