@@ -17,6 +17,7 @@ from experiments.benchmarks import (
     engine,
     fast_encoder,
     frozen_step,
+    inference,
     kernels,
 )
 from experiments.benchmarks.attention_gpu_case import Case, Result
@@ -246,6 +247,18 @@ def test_the_engine_writes_numbers_and_picture(tmp_path: Path, jobs: Jobs) -> No
     for one in systems.values():
         assert one["held"] == pytest.approx(one["formula"], rel=0.15)  # shards of whole blocks weigh in a tiny model
     assert "1-bit Adam, frozen" in ended.stdout
+
+
+def test_answers_in_8_bits_are_compared(tmp_path: Path) -> None:
+    corpus = [str(write_text(tmp_path / f"{name}.txt", 400)) for name in ("one", "other")]
+    given = ["--size", "tiny", "--steps", "1", "--rounds", "1", "--sentences", "4", "--requests", "3"]
+    output = tmp_path / "found.json"
+    assert inference.main([*given, "--corpus", *corpus, "--output", str(output)]) == 0
+    found = json.loads(output.read_text())
+    assert [row["accuracy"] for row in found["encoder"]["systems"]] == [pytest.approx(0.5, abs=0.5)] * 2
+    assert found["encoder"]["latency"]["p50_milliseconds"] <= found["encoder"]["latency"]["p99_milliseconds"]
+    assert [row["batch"] for row in found["decoder"]] == [1, 8]
+    assert all(0 < row["same_greedy_tokens"] <= 1 < 100 * row["speed"] for row in found["decoder"])
 
 
 ENCODERS = {

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from thinwire.inference import QueueClosedError, QueueFullError, prepare
-from thinwire.inference.quantized import Int8Linear
+from thinwire.inference.preparation import growing_cache
+from thinwire.inference.quantized import Int8Linear, WeightOnlyLinear
 
 transformers = pytest.importorskip("transformers")
 
@@ -57,11 +58,36 @@ def test_outputs_of_tokens_have_the_length_of_their_request() -> None:
 def test_linear_layers_in_8_bits(rows) -> None:
     """Against float64, to what levels of weights and inputs allow."""
     torch.manual_seed(rows)
-    layer, inputs = nn.Linear(96, 80), torch.randn(2, rows, 96)
+    layer, inputs = nn.Linear(96, 80), torch.randn(96, rows, 2).permute(2, 1, 0)
     exact = (inputs.double() @ layer.weight.double().T + layer.bias.double()).float()
     found = Int8Linear(layer.weight, layer.bias)(inputs)
     assert found.shape == exact.shape
     assert (found - exact).norm() < 0.03 * exact.norm()
+
+
+@pytest.mark.parametrize(("bits", "loss"), [(8, 0.01), (4, 0.09)])
+def test_weights_alone_in_fewer_bits(bits, loss) -> None:
+    torch.manual_seed(bits)
+    layer, inputs = nn.Linear(128, 80).bfloat16(), torch.randn(128, 5, 2).bfloat16().permute(2, 1, 0)
+    with torch.no_grad():
+        layer.weight[3] = 0.25  # a row without spread
+        exact = (inputs.double() @ layer.weight.double().T + layer.bias.double()).bfloat16()
+        found = WeightOnlyLinear(layer.weight, layer.bias, bits)(inputs)
+    assert found.shape == exact.shape
+    assert (found - exact).norm() < loss * exact.norm()
+    assert (found - exact)[..., 3].norm() < 0.02 * exact[..., 3].norm()
+
+
+@pytest.mark.parametrize("how", ["int8", "int4"])
+def test_a_model_with_weights_alone_in_fewer_bits(how) -> None:
+    """Shapes that 4 bits do not take, here a head of two classes and one of 90 words, stay."""
+    plain = bert("BertForMaskedLM").bfloat16()
+    prepared = prepare(plain, quantize=how)
+    quantized = [name for name, one in prepared.model.named_modules() if isinstance(one, WeightOnlyLinear)]
+    assert len(quantized) == 2 * 6 + (2 if how == "int8" else 1)
+    tokens = torch.randint(5, 90, (2, 9))
+    exact, found = (one(input_ids=tokens).logits.detach() for one in (plain, prepared))
+    assert (found - exact).norm() < (0.05 if how == "int8" else 0.3) * exact.norm()
 
 
 def test_torchs_own_attention_keeps_the_weights_that_it_reads() -> None:
@@ -87,6 +113,38 @@ def test_a_decoder_generates_and_reads_a_folder(tmp_path) -> None:
     assert exact.generate(asked, **options).shape == quantized.generate(asked, **options).shape == (1, 11)
     logits = exact(asked).logits
     assert (quantized(asked).logits - logits).norm() < 0.05 * logits.norm()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 2}, {"cache_implementation": "static"}, {"use_cache": False}],
+)
+def test_caches_that_grow_give_the_tokens_of_caches_that_copy(options) -> None:
+    """With padding on the left; beams reorder what is kept, and looked-up tokens that were wrong are cut off."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=64, n_layer=2, n_head=2, vocab_size=40, bos_token_id=None, eos_token_id=None
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    rows = 1 if "prompt_lookup_num_tokens" in options else 2
+    asked = torch.randint(0, 40, (rows, 9))
+    mask = torch.ones_like(asked)
+    mask[1:, :3] = 0
+    options |= {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(prepare(model).generate(asked, **options), model.generate(asked, **options))
+
+
+def test_a_cache_that_grows_copies_seldom() -> None:
+    config = transformers.GPT2Config(n_layer=1)
+    cache, exact = growing_cache(config), transformers.DynamicCache(config=config)
+    places = set()
+    for tokens in (5, *[1] * 60):
+        new = torch.randn(2, 4, 2, tokens, 8)
+        for mine, plain in zip(cache.update(*new.unbind(), 0), exact.update(*new.unbind(), 0), strict=True):
+            assert torch.equal(mine, plain)
+        places.add(cache.layers[0].keys.data_ptr())
+    assert cache.get_seq_length() == 65
+    assert len(places) <= 5  # 5 tokens, then rooms for 10, 22, 46, 94
 
 
 def test_a_model_that_fails_answers_with_its_error() -> None:
@@ -129,9 +187,11 @@ def test_a_queue_that_is_full_or_closed() -> None:
 
 
 def test_bad_input(tmp_path) -> None:
-    with pytest.raises(ValueError, match="quantize is 'int3', expected None or 'int8-dynamic'"):
+    with pytest.raises(ValueError, match="quantize is 'int3', expected None or 'int8-dynamic', 'int8', 'int4'"):
         prepare(bert(), quantize="int3")
-    with pytest.raises(ValueError, match=r"for fp32 on CPUs, got torch\.bfloat16 on cpu"):
+    with pytest.raises(ValueError, match=r"for torch\.bfloat16 on CPUs, got torch\.float32 on cpu: give dtype"):
+        prepare(bert(), quantize="int4")
+    with pytest.raises(ValueError, match=r"for torch\.float32 on CPUs, got torch\.bfloat16 on cpu"):
         prepare(bert(), torch.bfloat16, "int8-dynamic")
     with pytest.raises(ValueError, match="ReLU has no linear layer"):
         prepare(nn.ReLU(), quantize="int8-dynamic")

@@ -9,12 +9,15 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from thinwire.inference.quantized import quantize_linears
 from thinwire.inference.requests import RequestQueue
 from thinwire.transformers import accelerate
 
-Quantize = Literal["int8-dynamic"]
+Quantize = Literal["int8-dynamic", "int8", "int4"]
+
+_OF_CACHES = {"past_key_values", "cache_implementation", "use_cache", "generation_config", "assistant_model"}
 
 
 class Prepared:
@@ -29,8 +32,10 @@ class Prepared:
             return self.model(*given, **named)
 
     def generate(self, *given: Any, **named: Any) -> Tensor:
-        """What the `generate` of a Hugging Face decoder gives, with its cache of keys and values."""
+        """What the `generate` of a Hugging Face decoder gives; its cache, if no option names one, grows in place."""
         model: Any = self.model
+        if len(given) < 2 and not _OF_CACHES & named.keys() and _takes_growing_cache(model):
+            named["past_key_values"] = growing_cache(model.config)
         with torch.inference_mode():
             found: Tensor = model.generate(*given, **named)
         return found
@@ -58,10 +63,12 @@ def prepare(
         model: any module, or a folder that `save_pretrained` or `thinwire checkpoint export` wrote, read with the
             class that its configuration names.
         dtype: of weights and computation; None leaves it.
-        quantize: "int8-dynamic": linear layers in 8 bits, on CPUs in fp32; embeddings, norms and attention stay.
+        quantize: "int8-dynamic": linear layers in 8 bits, inputs too, on CPUs in fp32: the fastest. "int8", "int4":
+            their weights alone, on CPUs in bf16; "int4", the smallest, leaves layers that are not [16 n, 64 m].
+            Embeddings, norms and attention stay.
 
-    Encoders that `thinwire.transformers.accelerate` knows compute no padding. Quantised layers have no `weight` in the
-    `state_dict`: save the model that was given.
+    Encoders that `thinwire.transformers.accelerate` knows compute no padding; GPT-2's GELU is one operation. Quantised
+    layers have no `weight` in the `state_dict`: save the model that was given.
 
     Raises ValueError for another name, a device or dtype without such a kernel, or a model without a linear layer to
     quantise; FileNotFoundError for a folder without a configuration.
@@ -71,19 +78,82 @@ def prepare(
     made = _read(Path(model)) if isinstance(model, str | Path) else copy.deepcopy(model)
     made = made.to(dtype).eval().requires_grad_(False)
     if quantize is not None:
-        _quantize(made)
+        _quantize(made, quantize)
     with suppress(TypeError, ValueError):  # no encoder that it knows
         accelerate(made)
+    for parent in list(made.modules()):
+        for name, layer in parent.named_children():
+            if type(layer).__name__ == "NewGELUActivation":  # eight operations of transformers', for the same
+                setattr(parent, name, nn.GELU("tanh"))
     return Prepared(made)
 
 
-def _quantize(model: nn.Module) -> None:
+def _takes_growing_cache(model: Any) -> bool:
+    """If `generate` would take a cache of its own that copies what it has for each token."""
+    config = getattr(model, "generation_config", None)
+    return (
+        config is not None
+        and config.use_cache is not False
+        and config.cache_implementation is None
+        and not model.config.is_encoder_decoder
+        and model._supports_default_dynamic_cache()
+    )
+
+
+def growing_cache(config: Any) -> Any:
+    """The cache that `generate` takes by default, for a model of this configuration, in memory that grows by doubling:
+    a token is written behind those before it, where it would copy them all."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
+        """`keys` and `values` [B, H, S, D] begin `rooms`; others put in their place, by beams, get rooms anew."""
+
+        keys: Tensor
+        values: Tensor
+        rooms: tuple[Tensor, Tensor]
+
+        @override
+        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+            super().lazy_initialization(key_states, value_states)
+            self.keys, self.values = self.rooms = key_states[..., :0, :], value_states[..., :0, :]
+
+        @override
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            keys, self.keys = _append(self.rooms[0], self.keys, key_states)
+            values, self.values = _append(self.rooms[1], self.values, value_states)
+            self.rooms = keys, values
+            return self.keys, self.values
+
+    cache = DynamicCache(config=config.get_text_config(decoder=True))
+    made: Any = GrowingLayer
+    cache.layers = [made() if type(one) is DynamicLayer else one for one in cache.layers]
+    return cache
+
+
+def _append(room: Tensor, kept: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    """A room, and what it has then: `kept` and behind it `added`; the room that is there, if it holds `kept`."""
+    begin, end = kept.shape[-2], kept.shape[-2] + added.shape[-2]
+    fits = room.data_ptr() == kept.data_ptr() and room.shape[0] == added.shape[0] and room.shape[-2] >= end
+    if not fits:
+        room = added.new_empty(*added.shape[:-2], 2 * end, added.shape[-1])
+        room[..., :begin, :] = kept
+    room[..., begin:end, :] = added
+    return room, room[..., :end, :]
+
+
+def _quantize(model: nn.Module, how: Quantize) -> None:
+    expected = torch.float32 if how == "int8-dynamic" else torch.bfloat16
     kinds = {(one.device.type, one.dtype) for one in model.parameters()}
-    if kinds - {("cpu", torch.float32)}:
+    if kinds - {("cpu", expected)}:
         found = ", ".join(sorted(f"{dtype} on {device}" for device, dtype in kinds))
-        raise ValueError(f'quantize="int8-dynamic" is for fp32 on CPUs, got {found}; elsewhere use torchao.quantize_')
-    if not quantize_linears(model):
-        raise ValueError(f"{type(model).__name__} has no linear layer large enough to quantise: leave quantize out")
+        raise ValueError(
+            f'quantize="{how}" is for {expected} on CPUs, got {found}: give dtype={expected}; '
+            "elsewhere use torchao.quantize_"
+        )
+    if not quantize_linears(model, how):
+        raise ValueError(f"{type(model).__name__} has no linear layer that {how} takes: leave quantize out")
 
 
 def _read(folder: Path) -> nn.Module:

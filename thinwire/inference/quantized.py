@@ -1,12 +1,13 @@
-"""Linear layers in 8 bits on CPUs: weights once, a scale a row; inputs as they come, a scale and a zero point a call.
+"""Linear layers in 8 or 4 bits on CPUs: weights once; inputs as they come, a scale and a zero point a call, or in bf16.
 
-The products are FBGEMM's, which torch's CPU builds bring along: of torch's int8 products the one that beats fp32 on
-processors without VNNI too. It takes 7 bits of the inputs, so that no sum saturates.
+The products of 8 bits with 8 are FBGEMM's, which torch's CPU builds bring along: of torch's int8 products the one that
+beats fp32 on processors without VNNI too. It takes 7 bits of the inputs, so that no sum saturates.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 _READ_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # of their layers, for one fused call
+_GROUP = 64  # elements of a row that share a scale and a least value in 4 bits
+_ROWS = 16  # of which the product with 4 bits takes a multiple
 _LEAST_ELEMENTS = 1 << 12  # smaller matrices cost more to quantise inputs for than their products take
 
 
@@ -35,31 +38,80 @@ class Int8Linear(nn.Module):
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
-        rows = inputs.reshape(-1, self.in_features)
-        found: Tensor = torch.ops.quantized.linear_dynamic(rows, self._packed, True)
-        return found.view(*inputs.shape[:-1], self.out_features)
+        found: Tensor = torch.ops.quantized.linear_dynamic.default(inputs, self._packed, True)
+        return found
 
     @override
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
-def quantize_linears(model: nn.Module) -> int:
-    """Put `Int8Linear` in place of every linear layer of `model` that is large enough; how many there were.
+class WeightOnlyLinear(nn.Module):
+    """x Wᵀ + b with W [out, in] in 8 bits, a scale a row, or in 4, a scale and a least value for 64 elements of a row;
+    x [..., in] in bf16. For inference: it has no gradient."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, bits: int) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bits, self._bias = bits, None if bias is None else bias.detach()
+        groups = weight.detach().float().reshape(self.out_features, -1, self.in_features if bits == 8 else _GROUP)
+        tiny = torch.finfo(torch.float32).tiny
+        if bits == 8:
+            scales = (groups.abs().amax(dim=2, keepdim=True) / 127).clamp_min(tiny)
+            self._packed = (groups / scales).round_().to(torch.int8).view(weight.shape)
+            self._scales = scales.flatten().bfloat16()
+        else:
+            least, most = groups.aminmax(dim=2, keepdim=True)
+            scales = ((most - least) / 15).clamp_min(tiny)
+            levels = ((groups - least) / scales).round_().to(torch.int32).view(weight.shape)
+            self._packed = torch._convert_weight_to_int4pack_for_cpu(levels, 1)
+            # The product takes what the eighth of the sixteen levels stands for.
+            self._scales = torch.cat([scales, least + 8 * scales], dim=2).transpose(0, 1).contiguous().bfloat16()
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows = inputs.reshape(-1, self.in_features)
+        if self.bits == 8:
+            found: Tensor = torch._weight_int8pack_mm(rows, self._packed, self._scales)
+        else:
+            found = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._packed, _GROUP, self._scales)
+        found = found if self._bias is None else found + self._bias
+        return found.view(*inputs.shape[:-1], self.out_features)
+
+    @override
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
+
+
+_MAKERS: dict[str, Callable[[Tensor, Tensor | None], nn.Module]] = {
+    "int8-dynamic": Int8Linear,
+    "int8": lambda weight, bias: WeightOnlyLinear(weight, bias, 8),
+    "int4": lambda weight, bias: WeightOnlyLinear(weight, bias, 4),
+}
+
+
+def quantize_linears(model: nn.Module, how: str) -> int:
+    """Put a quantised layer in place of every linear layer of `model` that is large enough; how many there were.
 
     Transformers' Conv1D, linear with its matrix transposed, is one. Layers whose weights torch's own attention reads
-    past them stay.
+    past them stay, and those whose shapes the product with 4 bits does not take.
     """
-    found: list[tuple[nn.Module, str, Any]] = [
-        (parent, name, layer)
+    found = [
+        (parent, name, *_weights(layer))
         for parent in model.modules()
         for name, layer in parent.named_children()
         if _is_linear(layer) and not isinstance(parent, _READ_WEIGHTS)
     ]
-    for parent, name, layer in found:
-        weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.T
-        setattr(parent, name, Int8Linear(weight, layer.bias))
+    if how == "int4":
+        found = [one for one in found if one[2].shape[0] % _ROWS == 0 and one[2].shape[1] % _GROUP == 0]
+    for parent, name, weight, bias in found:
+        setattr(parent, name, _MAKERS[how](weight, bias))
     return len(found)
+
+
+def _weights(layer: Any) -> tuple[Tensor, Tensor | None]:
+    """[out, in] and the bias."""
+    return layer.weight if isinstance(layer, nn.Linear) else layer.weight.T, layer.bias
 
 
 def _is_linear(layer: Any) -> bool:
