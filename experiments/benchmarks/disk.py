@@ -1,4 +1,5 @@
-"""Training with optimizer state and gradients on a disk, in a quarter of the memory that the state alone would take.
+"""Training with optimizer state and gradients on a disk, in a quarter of the memory that the state alone would take;
+and, sharded at stage 3, with parameters there too, of a model that is never whole in one memory.
 
 Every rank is a process that may have so many bytes of private memory, and no more (RLIMIT_DATA), beyond what it has
 once torch has been used: touched or not, stacks of threads too. The same job in memory, without the limit, gives the
@@ -15,10 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +32,12 @@ from experiments.common.errors import InputError, refuse
 from experiments.common.launching import launch, refuse_launchers
 from experiments.common.peak_memory import RETURNING, status_bytes
 from experiments.common.results import OUTPUT, check_writable, read_json, write_json
-from thinwire import ShardedOptimizer
+from thinwire import ShardedOptimizer, initialize
 from thinwire.comm import Communicator, threads
 from thinwire.plan import PlanError
 from thinwire.plan.disk_rates import disk_rates
 from thinwire.plan.probing import Stopwatch
+from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = ["CASES", "Residual", "main"]
 
@@ -46,8 +48,28 @@ _BUCKET_BYTES = 4 << 20
 _STACK_BYTES = 1 << 20
 _RATE = 1e-4
 _NEW = 1  # first steps, which make the state
-CASES = {"memory": (False, False), "memory, limited": (False, True), "disk, limited": (True, True)}
-"""Whether state is on the disk, and memory limited."""
+CASES = {
+    "memory": (2, False, False),
+    "memory, limited": (2, False, True),
+    "disk, limited": (2, True, True),
+    "stage 3, memory": (3, False, False),
+    "parameters too": (3, True, True),
+}
+"""The stage, whether all of it that may be is on the disk, and whether memory is limited. What is on the disk is
+compared with its stage's run in memory."""
+
+
+class _Matrices(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.empty(4 * width, width, dtype=torch.bfloat16))
+        self.narrow = nn.Parameter(torch.empty(width, 4 * width, dtype=torch.bfloat16))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new weights."""
+        for weight in (self.wide, self.narrow):
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
 
 class Residual(nn.Module):
@@ -55,8 +77,7 @@ class Residual(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.wide = nn.Parameter(torch.randn(4 * width, width, dtype=torch.bfloat16) / width**0.5)
-        self.narrow = nn.Parameter(torch.randn(width, 4 * width, dtype=torch.bfloat16) / (4 * width) ** 0.5)
+        self.weights = _Matrices(width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Done again in backward, so that no fp32 weight is kept for it."""
@@ -64,8 +85,8 @@ class Residual(nn.Module):
         return result
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        inner = functional.gelu(functional.linear(hidden, self.wide.float()))
-        return hidden + functional.linear(inner, self.narrow.float())
+        inner = functional.gelu(functional.linear(hidden.float(), self.weights.wide.float()))
+        return hidden + functional.linear(inner, self.weights.narrow.float())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,7 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compare(options: argparse.Namespace, ranks: int, given: Sequence[str]) -> dict[str, Any]:
     """What each case measured, or how it ended; of the disk its step's time over the larger of the other two."""
     found: dict[str, Any] = {}
-    for case, (on_disk, _) in CASES.items():
+    for case in options.cases:
+        stage, on_disk, _ = CASES[case]
+        plain = "memory" if stage < 3 else "stage 3, memory"
         rates = [_disk_rate(options.folder)] if on_disk else []
         one = found[case] = _run(case, ranks, given)
         if "error" in one:
@@ -107,9 +130,9 @@ def _compare(options: argparse.Namespace, ranks: int, given: Sequence[str]) -> d
         if on_disk:
             one["disk_bytes_per_second"] = rate = (rates[0] + _disk_rate(options.folder)) / 2
             nbytes = median(one["disk_bytes"][_NEW:])
-            least = max(nbytes / rate, median(found["memory"]["seconds"][_NEW:]))
+            least = max(nbytes / rate, median(found[plain]["seconds"][_NEW:]))
             one["over_the_larger"] = step / least
-            one["same_weights"] = one["weights"] == found["memory"]["weights"]
+            one["same_weights"] = one["weights"] == found[plain]["weights"]
             columns = f"{nbytes / 1e9:8.2f} {rate / 1e9:5.2f} {step / least:5.2f}"
             same = "the same" if one["same_weights"] else "OTHERS"
         print(f"{ranks:5} {case:16} {one['peak_bytes'] / 1e9:8.2f} {step:7.2f} {columns} {same}", flush=True)
@@ -135,39 +158,70 @@ def _limit_stacks() -> None:
 
 def _train(comm: Communicator, options: argparse.Namespace) -> None:
     """Writes what one case took: of the slowest rank, of the largest, and bytes of all together. Collective."""
-    on_disk, limited = CASES[options.case]
+    stage, on_disk, limited = CASES[options.case]
     _use_torch(comm)
+    if stage == 3:
+        _engine(comm, options, layers=2, width=64, disk=None)
     data, before = status_bytes("VmData"), status_bytes("VmRSS")
     if limited:
         resource.setrlimit(resource.RLIMIT_DATA, (data + _allowed(options),) * 2)
     torch.manual_seed(0)
-    model = nn.Sequential(*[Residual(options.width) for _ in range(options.layers)])
-    settings = {"stage": 2, "max_norm": 1.0, "bucket_bytes": _BUCKET_BYTES, "lr": _RATE, "fused": True}
-    offload = options.folder if on_disk else False
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, comm=comm, offload=offload, **settings)
+    if stage == 3:
+        engine = _engine(comm, options, options.layers, options.width, options.folder if on_disk else None)
+        train = _Training(engine, engine.backward, engine.optimizer)
+    else:
+        model = nn.Sequential(*[Residual(options.width) for _ in range(options.layers)])
+        settings = {"stage": 2, "max_norm": 1.0, "bucket_bytes": _BUCKET_BYTES, "lr": _RATE, "fused": True}
+        offload = options.folder if on_disk else False
+        sharded = ShardedOptimizer(model.parameters(), torch.optim.AdamW, comm=comm, offload=offload, **settings)
+        train = _Training(model, Tensor.backward, sharded)
     seconds, moved = [], []
     for step in range(options.steps):
         generator = torch.Generator().manual_seed(comm.size * step + comm.rank)
         hidden = torch.randn(options.tokens, options.width, generator=generator)
         comm.barrier()
         started, bytes_before = time.perf_counter(), _disk_bytes()
-        model(hidden).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train.backward(train.model(hidden).square().mean())
+        train.optimizer.step()
+        train.optimizer.zero_grad()
         comm.barrier()
         seconds.append(time.perf_counter() - started)
         moved.append(_disk_bytes() - bytes_before)
-    found = hashlib.sha256()
-    for parameter in model.parameters():
-        found.update(parameter.detach().view(torch.int16).numpy().data)
+    weights = hashlib.sha256()
+    for one in train.optimizer.saved_slices():
+        if one.kind == "weight":
+            weights.update(one.values().view(torch.int16).numpy().data)
+    parts = comm.all_gather_bytes(weights.digest(), "compare weights")
     peak = torch.tensor([status_bytes("VmHWM") - before])
     both = torch.tensor(moved)
     comm.all_reduce(peak, "max")
     comm.all_reduce(both)
-    optimizer.close()
+    train.optimizer.close()
     if comm.rank == 0:
         measured = {"seconds": seconds, "disk_bytes": both.tolist(), "peak_bytes": int(peak)}
-        write_json(options.output, {**measured, "weights": found.hexdigest()})
+        write_json(options.output, {**measured, "weights": b"".join(parts).hex()})
+
+
+class _Training(NamedTuple):
+    model: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor], object]
+    optimizer: SynchronizedOptimizer
+
+
+def _engine(comm: Communicator, options: argparse.Namespace, layers: int, width: int, disk: Path | None) -> Any:
+    """Of stage 3, with a model that is built without memory; on a disk if there is one."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Sequential(*[Residual(width) for _ in range(layers)]))
+    there = {"device": "nvme", "nvme_path": f"{disk}"} if disk is not None else {"device": "none"}
+    zero = {"stage": 3, "offload_optimizer": there, "offload_param": there}
+    config = {
+        "train_micro_batch_size_per_gpu": options.tokens,
+        "optimizer": {"type": "AdamW", "params": {"lr": _RATE, "weight_decay": 0.01}},
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+    }
+    return initialize(model=model, config=config, comm=comm)[0]
 
 
 def _use_torch(comm: Communicator) -> None:
@@ -206,6 +260,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=positive, default=64, metavar="N", help="of a rank and step")
     parser.add_argument("--steps", type=positive, default=4, metavar="N", help="of every case, at least 2")
     parser.add_argument("--several-ranks", type=positive, nargs="+", default=[1, 2], metavar="N", help="processes")
+    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES), help="of those, in order")
     parser.add_argument("--case", choices=tuple(CASES), help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=positive, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=OUTPUT / "disk.json", metavar="FILE.json", help="of figures")

@@ -20,6 +20,8 @@ from thinwire import comm as communication
 from thinwire import initialize
 from thinwire.comm import Communicator, threads
 from thinwire.engine import CallError, Engine, NonFiniteError, optimizers
+from thinwire.zero import shard_on_disk, tensor_on_disk
+from thinwire.zero.fsdp import local_run
 
 PROGRAM = ("-m", "tests.engine.test_stage3")
 PARTS = (
@@ -218,8 +220,38 @@ def state_apart_from_the_shards(comm: Communicator, folder: Path) -> None:
     on_disk.optimizer.close()
 
 
+def parameters_on_a_disk(comm: Communicator, folder: Path) -> None:
+    """Bit for bit what training in memory gives, in every precision, with clipping, accumulation and checkpoints."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_on_disk, "_FEWEST_NUMEL", 16)
+        for module in (tensor_on_disk, shard_on_disk):
+            patch.setattr(module, "PIECE_NUMEL", 300)
+        for changes in ({"gradient_clipping": 0.2, "gradient_accumulation_steps": 2}, BF16):
+            nvme = {"device": "nvme", "nvme_path": str(folder / f"parameters of {len(changes)}")}
+            on_disk = {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}
+            plain = make_engine(comm, settings(3, **changes))
+            engine = make_engine(comm, settings(3, zero_optimization=on_disk, **changes))
+            expected = train(plain, range(6))
+            assert train(engine, range(3)) == expected[:3]
+            assert engine.save_checkpoint(folder / "from disk", tag="three")
+            assert train(engine, range(3, 6)) == expected[3:]
+            assert torch.equal(everything(engine), everything(plain))
+            plain.load_checkpoint(folder / "from disk", tag="three")
+            assert train(plain, range(3, 6)) == expected[3:]
+            engine.load_checkpoint(folder / "from disk", tag="three")
+            assert train(engine, range(3, 6)) == expected[3:]
+            for one in (engine, plain):  # what is written into parameters, and into views of them
+                with torch.no_grad():
+                    for parameter in one.module.parameters():
+                        parameter.mul_(0.5)
+                        local_run(parameter)[1][1::2].add_(0.25)
+            assert torch.equal(everything(engine), everything(plain))
+            assert train(engine, range(6, 8)) == train(plain, range(6, 8))
+            engine.optimizer.close()
+
+
 def everything(engine: Engine) -> torch.Tensor:
-    return torch.cat([one.tensor.clone() for one in engine.optimizer.saved_slices() if one.kind == "weight"])
+    return torch.cat([one.values().clone() for one in engine.optimizer.saved_slices() if one.kind == "weight"])
 
 
 def what_is_not_finite(comm: Communicator, folder: Path) -> None:
@@ -427,7 +459,7 @@ def test_on_gloo(jobs, tmp_path) -> None:
 @pytest.mark.launch
 @pytest.mark.parametrize(("backend", "size"), [("mpi", 2), ("single", 1)])
 def test_on_other_backends(jobs, tmp_path, backend, size) -> None:
-    arguments = (*PROGRAM, str(tmp_path), *PARTS[:3], "what_is_not_finite", "checkpoints")
+    arguments = (*PROGRAM, str(tmp_path), *PARTS[:3], "parameters_on_a_disk", "what_is_not_finite", "checkpoints")
     done = jobs.mpirun(size, *arguments) if backend == "mpi" else jobs.alone(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"all held on {backend} with {size} ranks" in done.stdout

@@ -28,12 +28,12 @@ ADAGRAD = {"optimizer_class": torch.optim.Adagrad, "lr": 0.02}  # whose state is
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several to a bucket, and parameters in several."""
-    monkeypatch.setattr(shard_on_disk, "_PIECE_NUMEL", 100)
+    monkeypatch.setattr(shard_on_disk, "PIECE_NUMEL", 100)
     monkeypatch.setattr(gradients_on_disk, "_PIECE_BYTES", 300)
 
 
 def files_in(folder: Path) -> list[Path]:
-    return sorted(folder.glob("thinwire-rank-*/*.state"))
+    return sorted(folder.glob("thinwire-optimizer-rank-*/*.state"))
 
 
 def on_ranks(ranks: int, body: Callable[[Communicator], object]) -> list[str]:
@@ -158,7 +158,7 @@ def test_a_file_that_others_change_is_an_error_that_names_it_on_every_rank(tmp_p
             optimizer.close()
 
     zero, one = on_ranks(2, body)
-    assert one.startswith(f"SwapFileError: {tmp_path}/thinwire-rank-00001/000")
+    assert one.startswith(f"SwapFileError: {tmp_path}/thinwire-optimizer-rank-00001/000")
     assert zero.startswith("ValueError: rank 1 could not keep optimizer state on its disk: SwapFileError: ")
     assert ".state" in zero
     del before
@@ -197,7 +197,7 @@ def test_a_disk_that_fails_ends_the_step(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_one_folder_has_one_owner(tmp_path: Path) -> None:
-    stale = tmp_path / "thinwire-rank-00000" / "000007-old.state"
+    stale = tmp_path / "thinwire-optimizer-rank-00000" / "000007-old.state"
     stale.parent.mkdir()
     stale.write_bytes(b"of a job that was killed")
     other = stale.with_name("notes.txt")

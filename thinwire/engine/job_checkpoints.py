@@ -40,6 +40,7 @@ from thinwire.zero import SavedSlice, SliceSource
 from thinwire.zero.fsdp import fill, local_run, whole
 from thinwire.zero.replica import local_part
 from thinwire.zero.saved_state import DamagedStateError, OwnSlices
+from thinwire.zero.tensor_on_disk import saved_slice
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ class JobCheckpoints:
             start, values = local_run(parameter)
             sharded = values.numel() < parameter.numel()
             if values.numel() and (sharded or self._job.comm.rank == 0):
-                slices.append(SavedSlice("weight", name, start, values))
+                slices.append(saved_slice("weight", name, start, values))
         return slices
 
     def _buffers(self) -> dict[str, Tensor]:

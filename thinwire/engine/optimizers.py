@@ -153,6 +153,8 @@ class OptimizerBuilder:
                 f'"zero_optimization.node_size" is {zero.node_size}, and the job has {joined.size} ranks: give a '
                 "divisor"
             )
+        if offload.device == "nvme":
+            options["disk"] = Path(offload.nvme_path or ""), joined
         options["codecs"] = (zero.weights_codec, zero.gradients_codec, zero.node_size)
         before: dict[str, weakref.ref[Tensor]] = {name: weakref.ref(one) for name, one in self.model.named_parameters()}
         again = stage3.is_sharded_here(self.model)

@@ -1,8 +1,9 @@
-"""Optimizer state in files of a fast disk, and the ring of buffers through which it comes into memory and goes back.
+"""Optimizer state, and at stage 3 parameters, in files of a fast disk, and the ring of buffers through which they come
+into memory and go back.
 
-A file holds what one step of a torch optimizer needs at once, and is read and written whole, past the page cache where
-the file system can. While one is stepped, those after it are read and those before it written. Files are of use to this
-process alone and end with it: what a run goes on from is its checkpoints.
+A file holds what is needed at once, and is read and written whole, past the page cache where the file system can.
+While one is used, those after it are read and those before it written. Files are of use to this process alone and end
+with it: what a run goes on from is its checkpoints.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class SwapFileError(RuntimeError):
-    """A file of optimizer state could not be read or written, or holds something else than was written to it."""
+    """A file of what is offloaded could not be read or written, or holds something else than was written to it."""
 
 
 class SwapFile:
@@ -65,8 +66,10 @@ class Buffer:
 class Ring:
     """Buffers for `files`: as many as keep a disk busy, of the size of the largest. One thread at a time uses it.
 
-    `error`: the first that a file had.
+    `error`: the first that a file had. `spare`: of the buffers, those that nothing is read into before it is taken.
     """
+
+    spare = 0
 
     def __init__(self, files: Sequence[SwapFile], direct: bool) -> None:
         largest = max([_PAGE, *(file.room for file in files)])
@@ -80,10 +83,19 @@ class Ring:
         self._last: tuple[SwapFile, Buffer] | None = None
         self.error: SwapFileError | None = None
 
+    def keep_half(self) -> None:
+        """Have nothing read ahead into half of the buffers: what is written takes them."""
+        self.spare = len(self._free) // 2
+
     def expect(self, files: Iterable[SwapFile]) -> None:
         """Begin to read `files`, which will be taken in this order, after those that are expected already."""
         self._expected.extend(files)
         self._read_ahead()
+
+    def expect_if_idle(self, files: Iterable[SwapFile]) -> None:
+        """The same, unless others are expected already."""
+        if not (self._expected or self._reading):
+            self.expect(files)
 
     def blank(self, file: SwapFile) -> Buffer:
         """A buffer to be given back with all that `file` will have."""
@@ -101,6 +113,8 @@ class Ring:
         if file in self._writing:
             self._settle(file)
         if file not in self._reading:
+            if self._expected and self._expected[0] is file:
+                self._expected.popleft()
             self._reading[file] = self._start(file, self._buffer(), file.nbytes, os.preadv)
         buffer, requests = self._reading.pop(file)
         try:
@@ -175,7 +189,7 @@ class Ring:
     def _read_ahead(self) -> None:
         for file in [one for one, (_, requests) in self._writing.items() if all(part.done() for part in requests)]:
             self._settle(file)
-        while self._expected and self._free:
+        while self._expected and len(self._free) > self.spare and self._expected[0] not in self._reading:
             file = self._expected.popleft()
             if file in self._writing:
                 self._settle(file)
@@ -220,7 +234,7 @@ def _results(file: SwapFile, requests: Sequence[Future[int]], done: str) -> list
         return [request.result() for request in requests]
     except OSError as error:
         raise SwapFileError(
-            f"{file.path} cannot be {done}: {error.strerror}. Its disk must hold optimizer state for as long as the "
+            f"{file.path} cannot be {done}: {error.strerror}. Its disk must hold what is offloaded for as long as the "
             "job runs: go on from the last checkpoint, on another disk if this one is full or fails"
         ) from error
 
@@ -230,29 +244,28 @@ def _paged(nbytes: int) -> int:
 
 
 class Disk:
-    """This rank's folder below `path`, which no other process has: state rests there. Collective to make.
+    """This rank's folder below `path`, which no other process has: what is of a `kind` rests there. Collective to make.
 
     Raises ValueError, on every rank, where it cannot be written to, or another job is in it.
     """
 
-    def __init__(self, path: Path, comm: Communicator) -> None:
-        self._comm, rank = comm, comm.global_ranks[comm.rank]
-        self.folder = path.absolute() / f"thinwire-rank-{rank:05d}"
+    def __init__(self, path: Path, comm: Communicator, kind: str = "optimizer state") -> None:
+        self._comm, self._kind, rank = comm, kind, comm.global_ranks[comm.rank]
+        self.folder = path.absolute() / f"thinwire-{kind.split()[0]}-rank-{rank:05d}"
         self._files: list[SwapFile] = []
         self.ring = Ring([], direct=False)
-        lock = on_every_rank(comm, self._open, "use the disk for optimizer state", (ValueError,))
+        lock = on_every_rank(comm, self._open, f"use the disk for {kind}", (ValueError,))
         self._end = weakref.finalize(self, _remove, self.folder, lock, os.getpid())
-        kind = file_system(self.folder)
-        if kind in IN_MEMORY:
+        mounted = file_system(self.folder)
+        if mounted in IN_MEMORY:
             warnings.warn(
-                f"optimizer state is offloaded to {path}, which is {kind}: memory, not a disk. Give a folder of an "
-                "NVMe disk",
+                f"{kind} is offloaded to {path}, which is {mounted}: memory, not a disk. Give a folder of an NVMe disk",
                 RuntimeWarning,
                 stacklevel=6,
             )
 
     def plan(self, name: str, nbytes: int) -> SwapFile:
-        """Note a file for `nbytes` of state, to be called after a parameter."""
+        """Note a file for `nbytes`, to be called after a parameter."""
         plain = re.sub(r"[^\w.-]", "_", name)[:100]
         self._files.append(SwapFile(self.folder / f"{len(self._files):06d}-{plain}{_SUFFIX}", nbytes))
         return self._files[-1]
@@ -277,7 +290,7 @@ class Disk:
             # What steps took and let go lies between other memory, and glibc would keep as much of it as all state is.
             ctypes.CDLL(None).malloc_trim(0)
         error, self.ring.error = self.ring.error, None
-        raise_together(self._comm, error, "keep optimizer state on its disk")
+        raise_together(self._comm, error, f"keep {self._kind} on its disk")
 
     def close(self) -> None:
         """Remove the files."""
@@ -287,12 +300,12 @@ class Disk:
     def _open(self) -> int:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = _lock(self.folder / "owner", self._comm.timeout)
+            lock = _lock(self.folder / "owner", self._comm.timeout, self._kind)
             for stale in self.folder.glob(f"*{_SUFFIX}"):
                 stale.unlink()
         except OSError as error:
             raise ValueError(
-                f"{error.filename or self.folder} cannot be used for optimizer state: {error.strerror}. offload= must "
+                f"{error.filename or self.folder} cannot be used for {self._kind}: {error.strerror}. offload= must "
                 "be a folder that can be written to"
             ) from error
         return lock
@@ -305,7 +318,7 @@ class Disk:
             wanted = sum(one[2] for one in given if one[:2] == [host, number])
             if wanted > there:
                 raise ValueError(
-                    f"optimizer state needs {wanted:,} bytes of the disk of {path} on {host}, and {there:,} are free: "
+                    f"{self._kind} needs {wanted:,} bytes of the disk of {path} on {host}, and {there:,} are free: "
                     "make room, give a folder of another disk, or use more ranks"
                 )
 
@@ -326,7 +339,7 @@ class Disk:
         return False
 
 
-def _lock(path: Path, patience: float) -> int:
+def _lock(path: Path, patience: float, kind: str) -> int:
     """The descriptor of a lock that ends with this process. Raises ValueError where another has it, and lives."""
     until = time.monotonic() + patience
     while True:
@@ -343,7 +356,7 @@ def _lock(path: Path, patience: float) -> int:
             if time.monotonic() > until or _may_live(owner):
                 os.close(descriptor)
                 raise ValueError(
-                    f"{path.parent} holds the optimizer state of another job or optimizer, of process {owner}: give "
+                    f"{path.parent} holds the {kind} of another job or optimizer, of process {owner}: give "
                     "each a folder of its own"
                 ) from None
         os.close(descriptor)

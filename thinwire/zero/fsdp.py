@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -18,6 +19,7 @@ from thinwire.comm import Communicator
 from thinwire.compress.fully_sharded import FsdpHooks, fsdp_hooks
 from thinwire.compress.packet_layout import MemorylessCodec
 from thinwire.zero.placement import Averaging
+from thinwire.zero.tensor_on_disk import ParametersOnDisk, Shelf
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -124,7 +126,7 @@ def computing_dtype(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype
     return first.dtype
 
 
-_sharded: weakref.WeakKeyDictionary[nn.Module, tuple[object, FsdpHooks]] = weakref.WeakKeyDictionary()
+_sharded: weakref.WeakKeyDictionary[nn.Module, tuple[object, FsdpHooks, Shelf | None]] = weakref.WeakKeyDictionary()
 
 
 def is_sharded_here(model: nn.Module) -> bool:
@@ -146,6 +148,7 @@ def shard_model(
     pin: bool,
     codecs: tuple[MemorylessCodec | None, MemorylessCodec | None, int] = (None, None, 1),
     begin: Callable[[nn.Module, int], None] | None = None,
+    disk: tuple[Path, Communicator] | None = None,
 ) -> FsdpHooks:
     """Replace every parameter by this rank's shard of it, in place: fp32, gathered in `dtype` when it is used.
 
@@ -155,11 +158,12 @@ def shard_model(
     parameters in a backward. `offload` keeps the shards in CPU memory, page-locked with `pin`. `codecs`: of
     weights and gradients, and the ranks of a node. Placeholders get their values here, one parameter at a time, and so
     does a model on the meta device, of which `begin` gives values to layer after layer, by number, and at last to the
-    rest. Returns what counts the bytes sent.
+    rest. `disk`: a folder for shards and gradients instead, and the ranks. Returns what counts the bytes sent.
 
-    A model that was sharded so before is left as it is. Raises ValueError for one that was sharded otherwise.
+    A model that was sharded so before is left as it is. Raises ValueError for one that was sharded otherwise, and where
+    a disk cannot be used.
     """
-    asked = dtype, averaging, device.type, offload, codecs
+    asked = dtype, averaging, device.type, offload, codecs, None if disk is None else disk[0]
     if (known := _sharded_before(model, asked)) is not None:
         return known
     # Imported here, and not for DTensor's sake either: it takes half a second that only stage 3 should cost.
@@ -185,20 +189,18 @@ def shard_model(
     offloading = CPUOffloadPolicy(pin_memory=pin) if offload and device.type != "cpu" else OffloadPolicy()
     for module in [*layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offloading, ignored_params=empty)
-    if begin is not None:
-        _begin(model, layers, begin)
-    if readers:
-        _read_in(model, readers, torch.device("cpu") if offload else device)
+    shelf = None if disk is None else Shelf(*disk, device)
+    _give_values(model, layers, begin, readers, torch.device("cpu") if offload else device, shelf)
     weights, gradients, ranks = codecs
     hooks = fsdp_hooks(
         model, weights=weights, gradients=gradients, node_size=ranks, divide_first=averaging.divide_first
     )
-    _sharded[model] = asked, hooks
+    _sharded[model] = asked, hooks, shelf
     return hooks
 
 
 def _sharded_before(model: nn.Module, asked: object) -> FsdpHooks | None:
-    before, hooks = _sharded.get(model, (asked, None))
+    before, hooks, _ = _sharded.get(model, (asked, None, None))
     if before != asked:
         raise ValueError(
             "the model was sharded by an earlier thinwire.initialize, in another precision, averaging, codecs "
@@ -207,11 +209,32 @@ def _sharded_before(model: nn.Module, asked: object) -> FsdpHooks | None:
     return hooks
 
 
-def _begin(model: nn.Module, layers: Sequence[nn.Module], begin: Callable[[nn.Module, int], None]) -> None:
-    """Give a sharded model without values its own, layer by layer."""
-    for number, module in enumerate([*layers, model]):
+def shelf_of(model: nn.Module) -> Shelf | None:
+    """What the parameters of a model that `shard_model` has sharded rest on."""
+    return _sharded[model][2]
+
+
+def _give_values(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    begin: Callable[[nn.Module, int], None] | None,
+    readers: Mapping[str, Callable[[Tensor], Tensor]],
+    device: torch.device,
+    shelf: Shelf | None,
+) -> None:
+    """Give a sharded model what values it lacks, layer by layer, and have all rest where they should."""
+    resting = None if shelf is None else ParametersOnDisk(model, shelf)
+    for number, module in enumerate([*layers, model] if begin is not None else []):
+        assert begin is not None
         begin(module, number)
-    model._apply(lambda one: one)  # type: ignore[no-untyped-call]  # FSDP2 then takes its shards from parameters
+        if resting is not None:
+            resting.move()
+    if readers:
+        _read_in(model, readers, device)
+    if resting is not None:
+        resting.move()
+    if begin is not None or resting is not None:
+        model._apply(lambda one: one)  # type: ignore[no-untyped-call]  # FSDP2 then takes its shards from parameters
 
 
 def _read_in(model: nn.Module, readers: Mapping[str, Callable[[Tensor], Tensor]], device: torch.device) -> None:

@@ -19,7 +19,7 @@ from thinwire.compress import FsdpHooks
 from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.bucket_layout import model_state_formula
 from thinwire.zero.disk import Disk
-from thinwire.zero.fsdp import is_sharded, local_run
+from thinwire.zero.fsdp import is_sharded, local_run, shelf_of
 from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, Home, ParameterState, StepResult, ring_bytes
 from thinwire.zero.master_weights import Run
 from thinwire.zero.rank_checks import clip_coefficient
@@ -28,6 +28,7 @@ from thinwire.zero.shard_on_disk import check_in_memory, on_disk
 from thinwire.zero.shard_optimizer import OptimizerClass, ShardOptimizer
 from thinwire.zero.sharded_home import NOT_FINITE, norm_of_averages
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
+from thinwire.zero.tensor_on_disk import TensorOnDisk, saved_slice
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,7 @@ class _FullyShardedHome(Home):
         self.hooks, self._dtype, self._device = hooks, dtype, device
         self._groups, self._max_norm = optimizer.param_groups, optimizer.max_norm
         self.reshard: Callable[[], None] = model.reshard  # has layers read their shards again
+        self._shelf = shelf_of(model)
         self._stepped_apart = any(one.values is not one.shown for one in shards)
         self._note_versions()
         self._held = {number: shard for number, shard in enumerate(shards) if shard.values.numel()}
@@ -180,7 +182,7 @@ class _FullyShardedHome(Home):
     @override
     def model_state_bytes(self) -> dict[str, float]:
         kinds = {one.kind for one in self._state_slices()}
-        elements = sum(parameter.numel() for parameter in self.parameters)
+        elements = sum(one.parameter.numel() for one in self.shards if not isinstance(one.shown, TensorOnDisk))
         vectors = sum(not kind.startswith("scalar.") for kind in kinds) if self.disk is None else 0
         return model_state_formula(
             3, elements, self.comm.size, element_bytes=self._dtype.itemsize, state_bytes=4 * vectors
@@ -209,7 +211,7 @@ class _FullyShardedHome(Home):
     @override
     def step(self) -> StepResult:
         gradients = [_gradient(shard.parameter) for shard in self.shards]
-        there = [gradient for gradient in gradients if gradient is not None]
+        there = [one.rest.norm if isinstance(one, TensorOnDisk) else one for one in gradients if one is not None]
         norm, _ = norm_of_averages(self._vote_comm, there, self._groups, self.steps, self._device)
         norm /= self.loss_scale
         finite = math.isfinite(norm)
@@ -227,7 +229,9 @@ class _FullyShardedHome(Home):
     def _apply(self, gradients: list[Tensor | None], coefficient: float) -> None:
         self._take_over_written()
         for gradient in gradients if coefficient != 1.0 else ():
-            if gradient is not None:
+            if isinstance(gradient, TensorOnDisk):
+                gradient.rest.scale(coefficient)
+            elif gradient is not None:
                 gradient.mul_(coefficient)
         held = [(shard, gradients[number]) for number, shard in self._held.items()]
         if self.disk is not None:
@@ -235,6 +239,8 @@ class _FullyShardedHome(Home):
         self.inner.step([None if one is None else one.to(shard.values.device) for shard, one in held])
         if self.disk is not None:
             self.disk.finish()
+        if self._shelf is not None:
+            self._shelf.end_step()
         self._show(shard for shard, gradient in held if gradient is not None)
 
     # Checkpoints
@@ -245,9 +251,9 @@ class _FullyShardedHome(Home):
         self._take_over_written()
         slices = []
         for shard in self._held.values():
-            slices.append(SavedSlice("weight", shard.name, shard.start, shard.values.to(self._dtype)))
+            slices.append(saved_slice("weight", shard.name, shard.start, shard.values, self._dtype))
             if self._dtype != torch.float32:
-                slices.append(SavedSlice("master", shard.name, shard.start, shard.values))
+                slices.append(saved_slice("master", shard.name, shard.start, shard.values))
         return slices + self._state_slices()
 
     def _state_slices(self) -> list[SavedSlice]:

@@ -17,19 +17,19 @@ from thinwire.zero.home import Fragment
 from thinwire.zero.master_weights import FlatBucket, Run
 from thinwire.zero.saved_state import SavedSlice, SliceSource, group_settings, read_weight, state_slices
 from thinwire.zero.shard_optimizer import OptimizerClass, ShardOptimizer, is_of_elements
+from thinwire.zero.tensor_on_disk import PIECE_NUMEL, TensorOnDisk, on_cpu
 
 MASTER = "master"
 """The kind of fp32 weights that rest with the state of what steps them."""
 
-_PIECE_NUMEL = 1 << 20  # read at a disk's full rate, and small beside any layer that needs a disk
 _ALIGNMENT = 64
 
 
 class ShardOptimizerOnDisk(ShardOptimizer):
     """The same with its state, and the fp32 weights of `views` in 16 bits, in files of `disk`.
 
-    `views` may be on any device; steps are on the CPU, a piece at a time, by a torch optimizer for each. Nothing is
-    there before `begin`.
+    `views` may be on any device, or on the disk themselves; steps are on the CPU, a piece at a time, by a torch
+    optimizer for each. Nothing is there before `begin`.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class ShardOptimizerOnDisk(ShardOptimizer):
         super().__init__([], [], groups, group_of, optimizer_class, bucket)
         members = {group_of[run.parameter] for run in runs}
         widths = {one: _state_widths(optimizer_class, groups[one], self._shape_of is not None) for one in members}
-        for cuts in _cut(runs, _PIECE_NUMEL if self._shape_of is None else None):
+        alone = {number for number, view in enumerate(views) if isinstance(view, TensorOnDisk)}
+        for cuts in _cut(runs, PIECE_NUMEL if self._shape_of is None else None, alone):
             parts = [Run(runs[number].parameter, runs[number].start + cut.start, cut) for number, cut in cuts]
             shown = [views[number][cut] for number, cut in cuts]
             nbytes = sum(
@@ -179,7 +180,8 @@ class _Piece:
         self._cuts, self._shown, self._build, self._disk = cuts, shown, build, disk
         self._apart = [one.dtype != torch.float32 for one in shown]
         self._views = [
-            one if one.dtype == torch.float32 and one.device.type == "cpu" else torch.empty(0) for one in shown
+            torch.empty(0) if apart or one.device.type != "cpu" or isinstance(one, TensorOnDisk) else one
+            for one, apart in zip(shown, self._apart, strict=True)
         ]
         self._parked = [view for view, one in zip(self._views, shown, strict=True) if view is not one]
         self._resting: list[tuple[Tensor, slice]] = []  # what the file has, each with its bytes in it
@@ -212,7 +214,7 @@ class _Piece:
         if all(gradient is None for gradient, _ in whole):
             return
         with self.held():
-            self.optimizer.step([None if gradient is None else gradient[cut].to("cpu") for gradient, cut in whole])
+            self.optimizer.step([None if gradient is None else on_cpu(gradient[cut]) for gradient, cut in whole])
             for shown, view in zip(self._shown, self._views, strict=True):
                 if view is not shown:
                     shown.copy_(view)
@@ -247,8 +249,8 @@ class _Piece:
         for tensor, place in self._resting:
             tensor.data = buffer.values[place].view(tensor.dtype)
         for number, (view, shown) in enumerate(zip(self._views, self._shown, strict=True)):
-            if view is not shown and (not self._apart[number] or number in self.outdated):
-                view.data = shown.to("cpu", torch.float32)
+            if view is not shown and (number in self.outdated if self._apart[number] else changes):
+                view.data = on_cpu(shown).float()
         nbytes = None
         try:
             yield
@@ -277,12 +279,13 @@ class _Piece:
         return buffer, end
 
 
-def _cut(runs: Sequence[Run], most: int | None) -> list[list[tuple[int, slice]]]:
-    """The runs by number, cut into pieces of `most` elements; None leaves them whole, each a piece."""
+def _cut(runs: Sequence[Run], most: int | None, alone: Collection[int]) -> list[list[tuple[int, slice]]]:
+    """The runs by number, cut into pieces of `most` elements; None leaves them whole, each a piece. The runs `alone`,
+    which come last, share no piece with another."""
     pieces: list[list[tuple[int, slice]]] = []
     room = 0
-    for number, run in enumerate(runs):
-        start = 0
+    for number, run in sorted(enumerate(runs), key=lambda one: one[0] in alone):
+        start, room = 0, 0 if number in alone else room
         while start < run.numel:
             if not room:
                 pieces.append([])

@@ -220,7 +220,12 @@ NOT_WITH_LOCAL_STEPS: dict[str, dict[str, Any]] = {
             "AdamW",
             "copies all to memory",
         ),
-        ({"zero_optimization": {"stage": 3, "offload_param": NVME}}, "AdamW", "parameters rest in memory, sharded"),
+        ({"zero_optimization": {"stage": 3, "offload_param": NVME}}, "AdamW", "needs the larger optimizer state there"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME, "node_size": 2}},
+            "AdamW",
+            "codecs that keep copies of weights in memory",
+        ),
         (
             {"thinwire": {"resync_interval": 10}},
             None,
@@ -243,6 +248,7 @@ def test_combinations_that_work() -> None:
     for stage in range(4):
         zero = load(zero_optimization={"stage": stage, "offload_optimizer": NVME}).zero_optimization
         assert zero.offload_optimizer.nvme_path == "/nvme"
+    assert load(zero_optimization={"stage": 3, "offload_optimizer": NVME, "offload_param": NVME})
     zero = load(zero_optimization={"stage": 2, "reduce_bucket_size": 1000, "allgather_bucket_size": 5e8})
     assert zero.zero_optimization.reduce_bucket_size == 1000
     off = {"enabled": False, "loss_scale": 128, "loss_scale_window": 500}

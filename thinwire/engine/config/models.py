@@ -127,7 +127,7 @@ class DataTypesConfig(Section):
 
 class OffloadConfig(Section):
     """Where sharded state rests between steps; `pin_memory` page-locks it for faster copies. With "nvme" it is in files
-    below `nvme_path`, as far as it is an optimizer's."""
+    below `nvme_path`."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
     pin_memory: bool = False

@@ -142,10 +142,15 @@ def _precision(config: EngineConfig) -> Iterator[str]:
 
 def _disk(config: EngineConfig) -> Iterator[str]:
     zero, section = config.zero_optimization, '"zero_optimization.offload_'
+    for name, offload in (("param", zero.offload_param), ("optimizer", zero.offload_optimizer)):
+        if offload.device == "nvme" and offload.nvme_path is None:
+            yield f'{section}{name}.nvme_path" is missing: with "device" "nvme" it names a folder of an NVMe disk'
     if zero.stage == 3 and zero.offload_param.device == "nvme":
-        yield f'{section}param.device" "nvme": parameters rest in memory, sharded; use "cpu" or "none"'
-    if zero.offload_optimizer.device == "nvme" and zero.offload_optimizer.nvme_path is None:
-        yield f'{section}optimizer.nvme_path" is missing: with "device" "nvme" it names a folder of an NVMe disk'
+        if zero.offload_optimizer.device != "nvme":
+            yield f'{section}param.device" "nvme" needs the larger optimizer state there: set {section}optimizer" too'
+        if zero.node_size > 1 or zero.gradients_codec is not None:
+            kept = "copies of weights" if zero.node_size > 1 else "residuals of gradients"
+            yield f'{section}param.device" "nvme" does not go with codecs that keep {kept} in memory: delete either'
     if zero.offload_optimizer.device == "nvme" and config.checkpoint.async_save:
         yield f'{section}optimizer.device" "nvme" and "checkpoint.async_save", which copies all to memory: delete one'
 
