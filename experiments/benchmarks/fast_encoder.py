@@ -40,6 +40,7 @@ _MODULE = "experiments.benchmarks.fast_encoder"
 _PADDED, _COMPILED, _FAST = "padded", "compiled, sorted", "thinwire"
 _LENGTH, _POOL = 512, 32  # tokens of the longest sentence kept; batches among which lengths are sorted
 _RATE = 1e-4
+_WARM_UP = 4  # steps that compile and allocate, not timed
 
 Batch = dict[str, Tensor]
 
@@ -105,13 +106,17 @@ def _measure(size: BertSize, sentences: _Sentences, options: argparse.Namespace)
     steps = {_PADDED: _step(copy.deepcopy(plain)), _COMPILED: _step(compiled), _FAST: _step(accelerate(plain), True)}
     for system in options.without:
         del steps[system]
-    random_batches = _batches(sentences, options.batch_size, options.rounds, sort=False)
-    sorted_batches = _batches(sentences, options.batch_size, options.rounds, sort=True)
+    steps_each = _WARM_UP + options.rounds
+    random_batches = _batches(sentences, options.batch_size, steps_each, sort=False)
+    sorted_batches = _batches(sentences, options.batch_size, steps_each, sort=True)
     times: dict[str, list[float]] = {name: [] for name in steps}
-    losses = {name: step(random_batches[0])[1] for name, step in steps.items()}  # compiles, and allocates
-    for one, other in zip(random_batches[1:], sorted_batches[1:], strict=True):
+    losses: dict[str, float] = {}
+    for number, (one, other) in enumerate(zip(random_batches, sorted_batches, strict=True)):
         for name, step in steps.items():
-            times[name].append(step(other if name == _COMPILED else one)[0])
+            seconds, loss = step(other if name == _COMPILED and number else one)  # the first loss is of one batch
+            losses.setdefault(name, loss)
+            if number >= _WARM_UP:
+                times[name].append(seconds)
     totals = {name: sum(seconds) / len(seconds) for name, seconds in times.items()}
     return [
         {
@@ -152,13 +157,13 @@ def _sentences(corpus: Sequence[Path] | None, vocabulary: int) -> _Sentences:
 
 
 def _batches(sentences: _Sentences, size: int, count: int, *, sort: bool) -> list[Batch]:
-    """One to begin with and `count` more, padded to the longest of each; of the same sentences, sorted or not."""
+    """`count`, padded to the longest of each; of the same sentences, sorted or not."""
     random = np.random.default_rng(0)
-    chosen = random.choice(len(sentences.tokens), size * (count + 1))
+    chosen = random.choice(len(sentences.tokens), size * count)
     if sort:
         pools = np.array_split(chosen, max(1, count // _POOL))
         ordered = [sorted(pool, key=lambda one: len(sentences.tokens[one])) for pool in pools]
-        chosen = np.concatenate(ordered)[: size * (count + 1)]
+        chosen = np.concatenate(ordered)
     batches = [
         _batch([sentences.tokens[one] for one in part], sentences.vocabulary) for part in chosen.reshape(-1, size)
     ]

@@ -42,6 +42,7 @@ __all__ = ["main", "parse", "pretrain"]
 _MODULE = "experiments.bert_recipe"
 _COMPARED = ("lamb", "onebit-lamb")
 _VALIDATED = 256  # held-out sequences of 128 tokens; a quarter as many of 512
+_AS_PUBLISHED = {"weight_decay": 0.01, "bias_correction": False}
 _TIMED = 2  # micro-batches of BERT-large
 _LARGE_VOCABULARY = 30522
 
@@ -101,7 +102,7 @@ def _pretrain(comm: Communicator, settings: _Settings, phases: Sequence[Tokens],
         )
         micro = max(1, phase.micro_batch)
         config = {
-            "optimizer": engine_section(optimizer, plan.learning_rate, plan.freeze_step, weight_decay=0.01),
+            "optimizer": engine_section(optimizer, plan.learning_rate, plan.freeze_step, **_AS_PUBLISHED),
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": max(1, batch // (micro * comm.size)),
             "zero_optimization": {"stage": 1},
