@@ -158,21 +158,22 @@ class TensorOnDisk(Tensor):
 
     def read(self) -> Tensor:
         """A copy in CPU memory. Raises SwapFileError."""
-        values = self.rest.read(self.start, self.start + self._whole.numel()).view(self._whole)
-        for view in self.views:
-            values = view(values)
-        return values
+        return self._seen(self.rest.read(self.start, self.start + self._whole.numel()))
 
     def _held(self, read: bool) -> tuple[Tensor, Tensor]:
         """All the values, flat, and what is seen of them, on the tensor's device."""
         numel, device = self._whole.numel(), self.rest.shelf.device
-        flat = torch.empty(numel, dtype=self.rest.dtype, device=device)
         if read:
             flat = self.rest.read(self.start, self.start + numel).to(device)
+        else:
+            flat = torch.empty(numel, dtype=self.rest.dtype, device=device)
+        return flat, self._seen(flat)
+
+    def _seen(self, flat: Tensor) -> Tensor:
         shown = flat.view(self._whole)
         for view in self.views:
             shown = view(shown)
-        return flat, shown
+        return shown
 
     def _seen_through(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         def view(values: Tensor) -> Any:
