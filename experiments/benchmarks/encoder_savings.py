@@ -27,9 +27,9 @@ from experiments.common.errors import InputError, refuse
 from experiments.common.machine import describe
 from experiments.common.results import OUTPUT, check_writable, write_json
 from experiments.tasks.corpus import corpus_name, load
-from experiments.tasks.masking import mask_tokens
+from experiments.tasks.masking import masked_batch
 from experiments.tasks.sizes import SIZES, BertSize
-from experiments.tasks.tokenizer import CLS, PAD, SEP, train_tokenizer
+from experiments.tasks.tokenizer import PAD, encode_each, train_tokenizer
 from thinwire.pld import ProgressiveLayerDrop, drop_layers
 from thinwire.sparse_attn import BigBird, sparsify
 from thinwire.transformers import accelerate
@@ -139,24 +139,13 @@ def _documents(options: argparse.Namespace) -> tuple[int, list[NDArray[np.int64]
     """The vocabulary's size, and documents of at most so many tokens, each within [CLS] and [SEP]."""
     texts = load(options.corpus).training
     tokenizer = train_tokenizer(texts, options.vocab_size)
-    encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return tokenizer.get_vocab_size(), [
-        np.array([CLS, *one.ids[: options.length - 2], SEP], dtype=np.int64) for one in encoded if one.ids
-    ]
+    return tokenizer.get_vocab_size(), encode_each(tokenizer, texts, options.length)
 
 
 def _batches(documents: list[NDArray[np.int64]], vocabulary: int, options: argparse.Namespace) -> list[Batch]:
-    random = np.random.default_rng(0)
-    batches = []
-    for _ in range(options.rounds + 1):
-        chosen = [documents[one] for one in random.choice(len(documents), options.batch_size)]
-        tokens = np.full((len(chosen), options.length), PAD, dtype=np.int64)
-        for row, one in zip(tokens, chosen, strict=True):
-            row[: len(one)] = one
-        inputs, labels = mask_tokens(tokens, vocabulary, random)
-        named = {"input_ids": inputs, "attention_mask": (tokens != PAD).astype(np.int64), "labels": labels}
-        batches.append({name: torch.from_numpy(one) for name, one in named.items()})
-    return batches
+    random, steps = np.random.default_rng(0), options.rounds + 1
+    chosen = ([documents[one] for one in random.choice(len(documents), options.batch_size)] for _ in range(steps))
+    return [masked_batch(one, vocabulary, random, options.length) for one in chosen]
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -29,9 +29,9 @@ from experiments.common.errors import InputError, refuse
 from experiments.common.machine import describe
 from experiments.common.results import OUTPUT, check_writable, write_json
 from experiments.tasks.corpus import corpus_name, load
-from experiments.tasks.masking import mask_tokens
+from experiments.tasks.masking import masked_batch
 from experiments.tasks.sizes import SIZES, BertSize
-from experiments.tasks.tokenizer import CLS, PAD, SEP, train_tokenizer
+from experiments.tasks.tokenizer import encode_each, train_tokenizer
 from thinwire.transformers import accelerate
 
 __all__ = ["main"]
@@ -151,9 +151,7 @@ def _sentences(corpus: Sequence[Path] | None, vocabulary: int) -> _Sentences:
     documents = load(corpus).training
     lines = [line.strip() for text in documents for line in re.split(r"(?<= [.!?]) |\n", text) if line.strip()]
     tokenizer = train_tokenizer(lines, vocabulary)
-    encoded = tokenizer.encode_batch_fast(lines, add_special_tokens=False)
-    tokens = [np.array([CLS, *one.ids[: _LENGTH - 2], SEP], dtype=np.int64) for one in encoded if one.ids]
-    return _Sentences(tokenizer.get_vocab_size(), tokens)
+    return _Sentences(tokenizer.get_vocab_size(), encode_each(tokenizer, lines, _LENGTH))
 
 
 def _batches(sentences: _Sentences, size: int, count: int, *, sort: bool) -> list[Batch]:
@@ -171,12 +169,7 @@ def _batches(sentences: _Sentences, size: int, count: int, *, sort: bool) -> lis
 
 
 def _batch(tokens: Sequence[NDArray[np.int64]], vocabulary: int) -> Batch:
-    padded = np.full((len(tokens), max(map(len, tokens))), PAD, dtype=np.int64)
-    for row, one in zip(padded, tokens, strict=True):
-        row[: len(one)] = one
-    inputs, labels = mask_tokens(padded, vocabulary, np.random.default_rng(0))
-    named = {"input_ids": inputs, "attention_mask": (padded != PAD).astype(np.int64), "labels": labels}
-    return {name: torch.from_numpy(one) for name, one in named.items()}
+    return masked_batch(tokens, vocabulary, np.random.default_rng(0), max(map(len, tokens)))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -100,13 +100,12 @@ def _pretrain(comm: Communicator, settings: _Settings, phases: Sequence[Tokens],
             seed=settings.seed,
             power=0.5,
         )
-        micro = max(1, phase.micro_batch)
+        micro = phase.micro_batch
         config = {
             "optimizer": engine_section(optimizer, plan.learning_rate, plan.freeze_step, **_AS_PUBLISHED),
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": max(1, batch // (micro * comm.size)),
             "zero_optimization": {"stage": 1},
-            "fast_encoder": True,
         }
         learner = EngineLearner(model, plan, config, comm)
         trainer = Trainer(_task(tokens, settings, micro), plan, learner, comm)

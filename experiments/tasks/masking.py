@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from experiments.tasks.tokenizer import MASK, SPECIAL_TOKENS
+from experiments.tasks.tokenizer import MASK, PAD, SPECIAL_TOKENS
 
-__all__ = ["IGNORED", "mask_tokens"]
+__all__ = ["IGNORED", "mask_tokens", "masked_batch"]
 
 IGNORED = -100
 """Label of a token that is not to be predicted."""
@@ -42,3 +46,15 @@ def mask_tokens(
     inputs = np.where(chosen & (fate < _MASKED), MASK, tokens)
     replaced = chosen & (fate >= _MASKED) & (fate < _MASKED + _REPLACED)
     return np.where(replaced, replacements, inputs), np.where(chosen, tokens, IGNORED)
+
+
+def masked_batch(
+    documents: Sequence[NDArray[np.int64]], vocabulary: int, random: np.random.Generator, length: int
+) -> dict[str, Tensor]:
+    """Documents of token numbers, padded to `length` and masked, by the names that Hugging Face's models take."""
+    padded = np.full((len(documents), length), PAD, dtype=np.int64)
+    for row, one in zip(padded, documents, strict=True):
+        row[: len(one)] = one
+    inputs, labels = mask_tokens(padded, vocabulary, random)
+    named = {"input_ids": inputs, "attention_mask": (padded != PAD).astype(np.int64), "labels": labels}
+    return {name: torch.from_numpy(one) for name, one in named.items()}

@@ -17,7 +17,7 @@ from tokenizers.trainers import WordPieceTrainer
 
 from experiments.common.errors import InputError
 
-__all__ = ["CLS", "MASK", "PAD", "SEP", "SPECIAL_TOKENS", "encode", "train_tokenizer"]
+__all__ = ["CLS", "MASK", "PAD", "SEP", "SPECIAL_TOKENS", "encode", "encode_each", "train_tokenizer"]
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, CLS, SEP, MASK = 0, 2, 3, 4
@@ -70,6 +70,12 @@ def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> NDArray[np.int32]:
     for encoding in tokenizer.encode_batch_fast(list(documents), add_special_tokens=False):
         runs.append(np.asarray([*encoding.ids, SEP], dtype=np.int32))
     return np.concatenate(runs)
+
+
+def encode_each(tokenizer: Tokenizer, documents: Sequence[str], length: int) -> list[NDArray[np.int64]]:
+    """Every document that is not empty by itself, cut to `length` with its `[CLS]` and `[SEP]`."""
+    encoded = tokenizer.encode_batch_fast(list(documents), add_special_tokens=False)
+    return [np.array([CLS, *one.ids[: length - 2], SEP], dtype=np.int64) for one in encoded if one.ids]
 
 
 def _tokenizer(model: WordPiece) -> Tokenizer:
