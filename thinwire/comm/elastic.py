@@ -1,10 +1,13 @@
 """Settings of a job whose workers come and go, and the store through which they find each other: who serves it, how a
-worker reaches it, and how it is asked without ever waiting for longer than a limit."""
+worker reaches it, how it is asked without ever waiting for longer than a limit, and by what it tells who is alive."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -173,3 +176,105 @@ class LimitedStore:
                 f"the meeting place {self._address} does not answer, and without it no worker can tell who is in the "
                 f"job. This worker ends; start the job again, from a checkpoint where there is one{why}"
             ) from error
+
+
+_INTERVAL = 0.5
+_GONE = b"gone"
+
+
+class Heart:
+    """Beats twice a second from a thread, and looks meanwhile who else does, who waits, and who has set an alarm.
+
+    A worker is silent where its beat has not changed in as many looks as make `silence` seconds: looks, not seconds, so
+    that a process which was held up itself takes no worker for dead. The store is used by nothing else.
+    """
+
+    def __init__(self, store: Store, name: str, silence: float) -> None:
+        self._store = store
+        self._name = name
+        self._silence = silence
+        self._patience = max(2, round(silence / _INTERVAL))
+        self._lock = threading.RLock()
+        self._beats: dict[str, bytes] = {}
+        self._unchanged: dict[str, int] = {}
+        self._members: tuple[str, ...] = ()
+        self._next = 0
+        self._alarm = False
+        self._wanted = False
+        self._looked = time.monotonic()
+        self._stop = threading.Event()
+        store.add(f"beat/{name}", 1)
+        self._thread = threading.Thread(target=self._run, name="thinwire-heart", daemon=True)
+        self._thread.start()
+
+    def follow(self, number: int, members: Iterable[str]) -> None:
+        """Look after generation `number` and its members from now on."""
+        with self._lock:
+            self._next = number + 1
+            self._members = tuple(members)
+            self._alarm = self._wanted = False
+            self.watch(self._members)
+
+    def watch(self, names: Iterable[str]) -> None:
+        """Look after these too."""
+        with self._lock:
+            for name in names:
+                self._unchanged.setdefault(name, 0)
+
+    def silent(self, name: str) -> bool:
+        """Whether a worker that is watched has left, or counts as dead."""
+        return bool(self.fate(name))
+
+    def fate(self, name: str) -> str:
+        """Which of the two it is, in words; empty if it is neither."""
+        with self._lock:
+            left, dead = self._beats.get(name) == _GONE, self._unchanged[name] >= self._patience
+        return f"{name} left" if left else f"{name} gave no sign of life for {self._silence:g} s" if dead else ""
+
+    @property
+    def disturbed(self) -> str:
+        """Why the workers of this generation have to meet now; empty where they need not."""
+        with self._lock:
+            if self._alarm:
+                return "another worker has called a meeting"
+            lost = [fate for name in self._members if name != self._name and (fate := self.fate(name))]
+        if lost:
+            return "; ".join(lost)
+        if time.monotonic() - self._looked > self._silence + _INTERVAL:
+            return "the meeting place does not answer"
+        return ""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a worker waits for the next generation."""
+        return self._wanted
+
+    def stop(self, gone: bool = False) -> None:
+        """Beat no longer; `gone`: tell the others not to wait."""
+        self._stop.set()
+        self._thread.join(2 * _INTERVAL)
+        if gone and not self._thread.is_alive():
+            self._store.set(f"beat/{self._name}", _GONE.decode())
+
+    def _run(self) -> None:
+        while not self._stop.wait(_INTERVAL):
+            try:
+                self._look()
+            except RuntimeError:
+                self._looked = -math.inf  # the store is lost, which `disturbed` says
+                return
+
+    def _look(self) -> None:
+        self._store.add(f"beat/{self._name}", 1)
+        with self._lock:
+            names, number = list(self._unchanged), self._next
+        beats = dict(zip(names, self._store.multi_get([f"beat/{name}" for name in names]), strict=True))
+        alarm = bool(number) and self._store.check([f"{number}/alarm"])
+        wanted = bool(number) and self._store.check([f"{number}/count"])
+        with self._lock:
+            for name, beat in beats.items():
+                self._unchanged[name] = self._unchanged[name] + 1 if self._beats.get(name) == beat else 0
+            self._beats.update(beats)
+            if number == self._next:
+                self._alarm, self._wanted = alarm, wanted
+        self._looked = time.monotonic()

@@ -6,13 +6,11 @@ and why no worker hangs and no two halves of a job go on by themselves.
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import asdict, dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -22,115 +20,13 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from thinwire.comm import threads
 from thinwire.comm.attendance import in_background
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.elastic import Elastic, LimitedStore, MembershipError
+from thinwire.comm.elastic import Elastic, Heart, LimitedStore, MembershipError
 from thinwire.comm.errors import CommunicationError
 from thinwire.comm.relay import Relay, WorkerGroup
 from thinwire.comm.torch_backend import GenerationCommunicator, connect
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
-
-_INTERVAL = 0.5
-_GONE = b"gone"
-
-
-class Heart:
-    """Beats twice a second from a thread, and looks meanwhile who else does, who waits, and who has set an alarm.
-
-    A worker is silent where its beat has not changed in as many looks as make `silence` seconds: looks, not seconds, so
-    that a process which was held up itself takes no worker for dead. The store is used by nothing else.
-    """
-
-    def __init__(self, store: Store, name: str, silence: float) -> None:
-        self._store = store
-        self._name = name
-        self._silence = silence
-        self._patience = max(2, round(silence / _INTERVAL))
-        self._lock = threading.RLock()
-        self._beats: dict[str, bytes] = {}
-        self._unchanged: dict[str, int] = {}
-        self._members: tuple[str, ...] = ()
-        self._next = 0
-        self._alarm = False
-        self._wanted = False
-        self._looked = time.monotonic()
-        self._stop = threading.Event()
-        store.add(f"beat/{name}", 1)
-        self._thread = threading.Thread(target=self._run, name="thinwire-heart", daemon=True)
-        self._thread.start()
-
-    def follow(self, number: int, members: Iterable[str]) -> None:
-        """Look after generation `number` and its members from now on."""
-        with self._lock:
-            self._next = number + 1
-            self._members = tuple(members)
-            self._alarm = self._wanted = False
-            self.watch(self._members)
-
-    def watch(self, names: Iterable[str]) -> None:
-        """Look after these too."""
-        with self._lock:
-            for name in names:
-                self._unchanged.setdefault(name, 0)
-
-    def silent(self, name: str) -> bool:
-        """Whether a worker that is watched has left, or counts as dead."""
-        return bool(self.fate(name))
-
-    def fate(self, name: str) -> str:
-        """Which of the two it is, in words; empty if it is neither."""
-        with self._lock:
-            left, dead = self._beats.get(name) == _GONE, self._unchanged[name] >= self._patience
-        return f"{name} left" if left else f"{name} gave no sign of life for {self._silence:g} s" if dead else ""
-
-    @property
-    def disturbed(self) -> str:
-        """Why the workers of this generation have to meet now; empty where they need not."""
-        with self._lock:
-            if self._alarm:
-                return "another worker has called a meeting"
-            lost = [fate for name in self._members if name != self._name and (fate := self.fate(name))]
-        if lost:
-            return "; ".join(lost)
-        if time.monotonic() - self._looked > self._silence + _INTERVAL:
-            return "the meeting place does not answer"
-        return ""
-
-    @property
-    def wanted(self) -> bool:
-        """Whether a worker waits for the next generation."""
-        return self._wanted
-
-    def stop(self, gone: bool = False) -> None:
-        """Beat no longer; `gone`: tell the others not to wait."""
-        self._stop.set()
-        self._thread.join(2 * _INTERVAL)
-        if gone and not self._thread.is_alive():
-            self._store.set(f"beat/{self._name}", _GONE.decode())
-
-    def _run(self) -> None:
-        while not self._stop.wait(_INTERVAL):
-            try:
-                self._look()
-            except RuntimeError:
-                self._looked = -math.inf  # the store is lost, which `disturbed` says
-                return
-
-    def _look(self) -> None:
-        self._store.add(f"beat/{self._name}", 1)
-        with self._lock:
-            names, number = list(self._unchanged), self._next
-        beats = dict(zip(names, self._store.multi_get([f"beat/{name}" for name in names]), strict=True))
-        alarm = bool(number) and self._store.check([f"{number}/alarm"])
-        wanted = bool(number) and self._store.check([f"{number}/count"])
-        with self._lock:
-            for name, beat in beats.items():
-                self._unchanged[name] = self._unchanged[name] + 1 if self._beats.get(name) == beat else 0
-            self._beats.update(beats)
-            if number == self._next:
-                self._alarm, self._wanted = alarm, wanted
-        self._looked = time.monotonic()
-
 
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 10.0  # how long the meeting place may take to answer, at least
@@ -193,9 +89,13 @@ class Membership:
         address: str,
         comm: Communicator | None = None,
         errors: Sequence[type[Exception]] = (),
+        admits: Callable[[Sequence[Record | None]], bool] | None = None,
     ) -> None:
-        """`store`: the meeting place's, at `address`. `comm`: of the node's ranks. `errors`: see Relay."""
+        """`store`: the meeting place's, at `address`. `comm`: of the node's ranks. `errors`: see Relay. `admits`:
+        whether newcomers may join workers that say so of their state, else at a later meeting; and a worker that the
+        others have gone on without does not join anew. By default they may, and it does."""
         self.settings = settings
+        self._admits = admits
         self.name = f"{socket.gethostname()}:{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.generation: Generation | None = None
         self._place = store
@@ -267,6 +167,11 @@ class Membership:
         while True:
             number = self._next_open()
             stayed = self.generation is not None and self.generation.number == number - 1
+            if self._admits is not None and self.generation is not None and not stayed:
+                raise MembershipError(
+                    f"the other workers of job {self.settings.job!r} took this one for dead and went on without it, as "
+                    f"it had not answered for {self.settings.silence:g} s: start it again to join them"
+                )
             record = record if stayed else None
             if alarm and stayed:
                 self._store.write(f"{number}/alarm", "1")
@@ -319,9 +224,11 @@ class Membership:
                 )
         else:
             complete = len(here) >= settings.workers or waited >= settings.join_timeout
-        if complete and len(here) >= settings.min_workers:
-            order = {name: place for place, name in enumerate(before)}
-            return sorted(here, key=lambda entry: order.get(entry.name, len(order)))
+        order = {name: place for place, name in enumerate(before)}
+        stay = [entry for entry in here if entry.name in order]
+        admits = self._admits is None or not stay or self._admits([entry.record for entry in stay])
+        if complete and len(here if admits else stay) >= (settings.min_workers if admits else 1):
+            return sorted(here if admits else stay, key=lambda entry: order.get(entry.name, len(order)))
         if waited >= settings.join_timeout and not (self.name in before and missing):
             raise MembershipError(
                 f"job {settings.job!r}: {len(here)} workers have met within {waited:.0f} s; the job has min_workers="
