@@ -12,6 +12,7 @@ from thinwire.version import __version__
 __all__ = [
     "DiLoCo",
     "Elastic",
+    "ElasticBatchSampler",
     "ElasticSampler",
     "OneBitAdam",
     "OneBitLamb",
@@ -59,7 +60,16 @@ if TYPE_CHECKING:
     )
     from thinwire.comm import Elastic
     from thinwire.deepspeed.initialization import initialize
-    from thinwire.optim import DiLoCo, ElasticSampler, OneBitAdam, OneBitLamb, OneBitLion, OneBitMuon, ZeroOneAdam
+    from thinwire.optim import (
+        DiLoCo,
+        ElasticBatchSampler,
+        ElasticSampler,
+        OneBitAdam,
+        OneBitLamb,
+        OneBitLion,
+        OneBitMuon,
+        ZeroOneAdam,
+    )
     from thinwire.zero import ShardedOptimizer
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

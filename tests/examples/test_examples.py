@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import matplotlib.pyplot as plt
 import pytest
 from transformers import BertForMaskedLM
 
-from tests.launching import WHOLLY, Jobs, environment, since_torch_2_13
+from tests.launching import WHOLLY, Jobs, environment, free_port, since_torch_2_13
+from thinwire.comm.elastic import serve
 from thinwire.sparse_attn import densify
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -149,3 +151,19 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last_and_is_kept_without_w
     left, right = names["figure"].axes
     assert [line.get_label() for line in left.lines[:2]] == list(names["curves"])
     assert len(right.lines) == 2
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", ["elastic.py", "elastic_steps.py"])
+def test_elastic(name: str, jobs: Jobs) -> None:
+    """Two workers, started by themselves."""
+    address = f"127.0.0.1:{free_port()}"
+    place = serve(address)
+    command = (str(EXAMPLES / name), "--workers", "2", "--pause", "0")
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(jobs.alone, *command, THINWIRE_MEETING=address) for _ in range(2)]
+    done = [run.result() for run in runs]
+    del place
+    ends = {one.stdout.splitlines()[-1] for one in done if one.returncode == 0}
+    assert len(ends) == 1, done
+    assert "after 300 steps: error 0.0" in ends.pop()

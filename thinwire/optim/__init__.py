@@ -9,6 +9,7 @@ from thinwire.lazy_imports import lazy_exports
 __all__ = [
     "CapturedStep",
     "DiLoCo",
+    "ElasticBatchSampler",
     "ElasticSampler",
     "Lamb",
     "Lion",
@@ -25,7 +26,8 @@ __all__ = [
 if TYPE_CHECKING:
     from thinwire.optim.adam import OneBitAdam
     from thinwire.optim.captured_step import CapturedStep
-    from thinwire.optim.diloco.optimizer import DiLoCo, ElasticSampler
+    from thinwire.optim.diloco.optimizer import DiLoCo
+    from thinwire.optim.elastic_sampler import ElasticBatchSampler, ElasticSampler
     from thinwire.optim.exact import Lamb, Lion, QHAdamW
     from thinwire.optim.lamb import OneBitLamb
     from thinwire.optim.lion import OneBitLion

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class FreezeGroup:
         self.algorithm, self.clock = storage.shared.algorithm, storage.shared.clock
         self.local = self.algorithm if isinstance(self.algorithm, LocalSteps) else None
         self.left_out_steps = 0
-        self._comm = storage.shared.wire.comm
+        self._comm = storage.shared.wire.decisions
         self._parameters = storage.shared.parameters
         self._count = len(self._parameters.parameters)  # now: later ones are in later groups
         self.prepare()
@@ -81,13 +81,12 @@ class FreezeGroup:
         self.prepare()
 
     def _exact_step(self, absent: frozenset[int], loss_scale: float, clip: float) -> None:
-        groups = self.storage.members(absent)
+        groups, agree = self.storage.members(absent), self._agreement(absent)
         for members in groups:
             if loss_scale != 1.0:
                 torch._foreach_div_(members.averages, loss_scale)
             if clip < 1.0:
                 torch._foreach_mul_(members.averages, clip)
-        agree = self._agreement(absent)
         if self.local is None:
             self.algorithm.exact(groups, self.clock, agree)
         else:
@@ -103,8 +102,8 @@ class FreezeGroup:
         for bucket in self.buckets:
             bucket.receive()
         everyone = self.storage.members()
-        numbers = (slot.parameter for bucket in self.buckets for slot in bucket.layout.slots)
-        all_train = all(self._parameters.parameters[number].requires_grad for number in numbers)
+        every, slots = self._parameters.parameters, (slot for bucket in self.buckets for slot in bucket.layout.slots)
+        all_train = all(every[slot.parameter].requires_grad for slot in slots)
         trained = everyone if all_train else self.storage.members(trained=True)
         self.algorithm.compressed(everyone, self.clock, self._agreement(trained=True))
         self._change(self.algorithm.move, trained)
@@ -149,9 +148,8 @@ class FreezeGroup:
 
         def taking_part() -> list[int]:
             slots = [slot for bucket in self.buckets for slot in slots_with_elements(bucket, absent)]
-            numbers = [
-                one.parameter for one in slots if parameters.parameters[one.parameter].requires_grad or not trained
-            ]
+            every, numbers = parameters.parameters, [slot.parameter for slot in slots]
+            numbers = [one for one in numbers if every[one].requires_grad or not trained]
             # In the order of the members, which numbers over all of them are added up in.
             return sorted(numbers) if self.storage.shards else sorted(numbers, key=parameters.group_of.__getitem__)
 
@@ -160,20 +158,20 @@ class FreezeGroup:
     # Between steps
 
     @torch.no_grad()
-    def meet(self, step: int) -> None:
+    def meet(self, step: int, commit: Callable[[], object] = lambda: None) -> None:
         """Meet the other ranks now, as a sync would, without a gradient of its own; `step` is for the packets' headers.
-        Collective unless the ranks are in sync."""
+        `commit`: called once all is here, and before any of it is taken. Collective unless the ranks are in sync."""
         if self.local is None or self.local.in_sync:
             return
         self.take_over_written()
-        for bucket in self.buckets:
-            exchange = bucket.compressed
+        for bucket, exchange in ((one, one.compressed) for one in self.buckets):
             for slot in bucket.layout.slots:
                 self.local.sync_payload(bucket.contribution(slot), exchange.payload[place_of(slot)])
             exchange.start(step)
             exchange.advance()
             exchange.wait()
             exchange.outcome()
+        commit()
         for bucket in self.buckets:
             bucket.prepare(Send.SYNC)
             bucket.receive()

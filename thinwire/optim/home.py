@@ -184,7 +184,7 @@ class AlgorithmHome(Home):
         held = dict(zip(self.names, self.parameters, strict=True))
         trained, filled = set[str](), set[str]()
         for name, one in held.items():
-            trained |= {name} if one.requires_grad or not self.elastic else set()
+            trained |= {name} if one.requires_grad or not self.grows else set()
             filled |= {name} if one.numel() else set()
         if "weight" in source.kinds():
             check_weights(source, trained, map(held.__getitem__, trained))

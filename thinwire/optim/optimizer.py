@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from thinwire.comm import Communicator
+from thinwire.comm import Communicator, threads
 from thinwire.comm.agreement import check_same_on_every_rank, raise_together
+from thinwire.comm.elastic import Elastic
 from thinwire.comm.launch import join
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.kernels.loading import compiled_backend, prepare_kernels, wait_for_kernels
@@ -209,7 +210,11 @@ class CompressedOptimizer(SynchronizedOptimizer):
                 recipe.check_group(group)
         except (ValueError, TypeError) as raised:
             error = raised
-        self.comm = join(chosen.comm, chosen.mesh, chosen.comm_backend_name)
+        elastic = chosen.elastic if isinstance(chosen.elastic, Elastic) else None
+        if elastic is not None:
+            self.comm, self.comes_and_goes = threads.single(elastic.timeout), True
+        else:
+            self.comm = join(chosen.comm, chosen.mesh, chosen.comm_backend_name)
         raise_together(self.comm, error, "build its optimizer")
         check_same_kind(self.comm, name, chosen.stage)
         self.stage = chosen.stage
@@ -308,3 +313,8 @@ class CompressedOptimizer(SynchronizedOptimizer):
     def frozen(self) -> bool:
         """Whether every parameter's steps are compressed, so that they send one bit an element or nothing."""
         return self._home.frozen
+
+    @property
+    def workers(self) -> int:
+        """How many ranks average gradients; of an elastic job, since the last step."""
+        return self._home.comm.size

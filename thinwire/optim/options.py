@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import Nodes
+from thinwire.comm.elastic import Elastic
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.optim.algorithm import Algorithm, FreezeRule, FreezeStep, make_freeze_rule
@@ -48,6 +49,7 @@ class HomeKeywords(TypedDict, total=False):
     on_drift: Literal["repair", "raise"]
     reversible: bool | None
     averaging: Averaging
+    elastic: Elastic | None
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class HomeOptions:
         averaging: the dtype in which a step's backwards add up, and sums over the ranks in place of means; in steps
             that average exactly, the dtype in which gradients travel too, and division before they are summed. What a
             compressed step sends, a codec scales by itself.
+        elastic: workers, each a process, that come and go while the job runs, over Gloo; at stage 0.
     """
 
     comm: Communicator | None = None
@@ -107,6 +110,7 @@ class HomeOptions:
     on_drift: Literal["repair", "raise"] = "repair"
     reversible: bool | None = None
     averaging: Averaging = PLAIN_AVERAGING
+    elastic: Elastic | None = None
 
     @property
     def clips_to(self) -> float:
@@ -129,6 +133,8 @@ class HomeOptions:
         if self.warmup_wire != "fp32" and self.averaging.wire_dtype is not None:
             raise ValueError("warmup_wire and averaging's wire_dtype say the same: give one of them")
         check_interval(self.resync_interval)
+        if self.elastic is not None:
+            self._check_elastic()
         if self.on_drift not in ("repair", "raise"):
             raise ValueError(f"on_drift must be 'repair' or 'raise', got {self.on_drift!r}")
         if self.reversible is False and self.max_norm:
@@ -141,6 +147,22 @@ class HomeOptions:
         for name, instead in foreign.items():
             if getattr(self, name) != getattr(default, name):
                 raise ValueError(f"{name}={getattr(self, name)!r} does not go with stage={self.stage}: {instead}")
+
+    def _check_elastic(self) -> None:
+        if not isinstance(self.elastic, Elastic):
+            raise TypeError(f"elastic must be a thinwire.Elastic, got {self.elastic!r}")
+        if self.stage:
+            raise ValueError(
+                f"elastic goes with stage=0, where every worker holds all state, got stage={self.stage}: a shard would "
+                "go with its owner"
+            )
+        if self.comm is not None or self.mesh is not None or self.comm_backend_name not in (None, "gloo"):
+            raise ValueError(
+                "a worker of an elastic job is one process, which finds the others at their meeting place and "
+                "exchanges over Gloo: leave comm, mesh and comm_backend_name out"
+            )
+        if not isinstance(self.nodes, str):
+            raise ValueError(f"a worker of an elastic job is one process, got nodes={self.nodes!r}: leave nodes out")
 
     @property
     def sharding(self) -> Sharding:
@@ -168,7 +190,7 @@ class HomeOptions:
 
     def compared(self) -> dict[str, Any]:
         """What has to be the same on every rank."""
-        own = ("comm", "mesh", "comm_backend_name", "named_parameters")
+        own = ("comm", "mesh", "comm_backend_name", "named_parameters", "elastic")
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in own}
         nodes = self.nodes if isinstance(self.nodes, str) else list(self.nodes)
         return {**values, "max_norm": self.clips_to, "param_dtype": str(self.param_dtype), "nodes": nodes} | {

@@ -25,6 +25,7 @@ class Wire:
     """Exchanges over the ranks of `comm`, or by node where there are `links`, through the codecs of `options`.
 
     `residual_dtypes`: where state is sharded, those of the worker's residuals, by bucket, of what does not go by node.
+    `decisions`: over which ranks agree on numbers that a step is applied by, once all of it is here.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class Wire:
         options: HomeOptions,
         links: NodeLinks | None = None,
         residual_dtypes: Sequence[torch.dtype] = (),
+        decisions: Communicator | None = None,
     ) -> None:
         self.comm = comm
+        self.decisions = comm if decisions is None else decisions
         self.codec = make_codec(options.codec, options.block_size)
         self.ranks = comm.size
         self._exact_codec = make_codec(options.exact_codec, options.block_size)

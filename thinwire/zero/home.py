@@ -205,7 +205,7 @@ class Home(ABC):
 
     kind: ClassVar[str]  # of checkpoints
     counted: ClassVar[type[Counters]] = Counters  # what `counters` hold, those of the optimizer among them
-    elastic = False  # whether parameters may be added later
+    grows = False  # whether parameters may be added later
     comm: Communicator
     watcher: BackwardWatcher  # of the parameters' backwards
     loss_scale: float = 1.0  # what averages are divided by

@@ -221,7 +221,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         """Add parameters, on every rank alike; they warm up and freeze on their own. Raises RuntimeError where state is
         sharded: buckets are laid out once."""
         moved_in, param_group = hasattr(self, "_home"), self._as_held(param_group)
-        if moved_in and not self._home.elastic:
+        if moved_in and not self._home.grows:
             self._home.add_parameters()
         super().add_param_group(param_group)
         if moved_in:

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 import thinwire
 from thinwire.comm import Communicator, Elastic
-from thinwire.optim.diloco import elastic_meeting
+from thinwire.optim import elastic_job
 from thinwire.optim.diloco.elastic_home import ElasticHome
 from thinwire.optim.diloco.fragments import Fragment
 
@@ -350,7 +350,7 @@ def together(bodies: list[Callable[[], Any]]) -> list[Any]:
 def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A meeting place for this test, in place of one that a process serves."""
     store = HashStore()
-    monkeypatch.setattr(elastic_meeting, "reach", lambda settings: (store, "here"))
+    monkeypatch.setattr(elastic_job, "reach", lambda settings: (store, "here"))
 
 
 def make_elastic(model: Tower, **options: Any) -> tuple[thinwire.DiLoCo, ElasticHome]:

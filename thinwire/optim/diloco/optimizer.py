@@ -4,7 +4,7 @@ known."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
-from torch.utils.data import Sampler
 from typing_extensions import override
 
 from thinwire.comm import Communicator
@@ -22,7 +21,6 @@ from thinwire.comm.launch import join
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.optim.diloco.elastic_home import ElasticHome
-from thinwire.optim.diloco.elastic_meeting import enter_elastic_job, own_communicator
 from thinwire.optim.diloco.fragments import Fragment, Guard, Timetable
 from thinwire.optim.diloco.home import LocalHome
 from thinwire.optim.diloco.options import (
@@ -38,9 +36,10 @@ from thinwire.optim.diloco.options import (
 )
 from thinwire.optim.diloco.outer import OuterStep, make_outer_step
 from thinwire.optim.diloco.worker import NodeWorker, Worker
+from thinwire.optim.elastic_job import enter_elastic_job, own_communicator
 from thinwire.optim.muon import mark_matrices
 from thinwire.optim.optimizer import SavingsReport
-from thinwire.optim.options import Backend, check_count
+from thinwire.optim.options import Backend
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_kind
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
@@ -338,40 +337,3 @@ def _find_nodes(comm: Communicator, nodes: Nodes) -> NodeLinks | None:
     groups = agree_on_nodes(comm, None if isinstance(nodes, str) else nodes)
     chosen = groups.hierarchical if isinstance(nodes, str) else len(groups.members) < comm.size
     return NodeLinks(comm, groups) if chosen else None
-
-
-class ElasticSampler(Sampler[int]):
-    """Samples of a data set in a shuffled order, each for one worker only, epoch after epoch without end.
-
-    Workers claim `ahead` samples at a time at the meeting place. What a worker that died had claimed and not read
-    is not read in that epoch.
-
-        loader = DataLoader(dataset, batch_size=16, sampler=thinwire.ElasticSampler(optimizer, len(dataset)))
-
-    Args:
-        optimizer: a DiLoCo with `elastic`.
-        size: how many samples there are.
-        seed: of the order, which differs from epoch to epoch; the same on every worker.
-        ahead: about what a worker reads from one outer step to the next.
-    """
-
-    def __init__(self, optimizer: DiLoCo, size: int, *, seed: int = 0, ahead: int = 512) -> None:
-        if not isinstance(optimizer, DiLoCo) or not isinstance(optimizer._home, ElasticHome):
-            raise ValueError("ElasticSampler needs a thinwire.DiLoCo with elastic=: others take torch's own samplers")
-        check_count("size", size)
-        check_count("ahead", ahead)
-        self._claim: Callable[[int], int] = optimizer._home.membership.claim
-        self._size = size
-        self._seed = seed
-        self._ahead = ahead
-
-    def __iter__(self) -> Iterator[int]:
-        epoch, order = -1, torch.empty(0)
-        while True:
-            first = self._claim(self._ahead)
-            for number in range(first, first + self._ahead):
-                if number // self._size != epoch:
-                    epoch = number // self._size
-                    generator = torch.Generator().manual_seed(hash((self._seed, epoch)) & (1 << 63) - 1)
-                    order = torch.randperm(self._size, generator=generator)
-                yield int(order[number % self._size])

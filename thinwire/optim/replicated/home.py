@@ -13,11 +13,14 @@ from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import check_same_on_every_rank, link_nodes, raise_together
+from thinwire.comm.elastic import Elastic
 from thinwire.optim.bucket import Bucket, place_of
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.home import AlgorithmHome, check_in_sync, check_settings, slices
 from thinwire.optim.options import HomeOptions, Recipe
 from thinwire.optim.replicated.capture import CudaGraphs, StepCapture, check_can_be_captured
+from thinwire.optim.replicated.elastic_buckets import ElasticSynchronizer
+from thinwire.optim.replicated.elastic_workers import ElasticWorkers
 from thinwire.optim.replicated.parameters import ParameterTable, weight_and_master
 from thinwire.optim.replicated.synchronizer import FreezeGroups, SynchronizedBackward, Synchronizer
 from thinwire.optim.step import Send
@@ -27,7 +30,7 @@ from thinwire.zero import Slot, rank_checks
 from thinwire.zero.bucket_layout import model_state_formula
 from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, ParameterState, StepResult
 from thinwire.zero.replica import Replica
-from thinwire.zero.saved_state import SavedSlice, SliceSource
+from thinwire.zero.saved_state import SavedSlice, SliceSource, counters_of, take_over_settings
 from thinwire.zero.sharded_home import ComparisonTimes
 
 
@@ -35,7 +38,8 @@ class ReplicatedHome(AlgorithmHome):
     """All state on every rank: whole parameters, laid out as their first gradients arrive."""
 
     kind = "replicated"
-    elastic = True
+    grows = True
+    workers: ElasticWorkers | None = None  # that come and go
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, comm: Communicator, options: HomeOptions, recipe: Recipe
@@ -49,27 +53,36 @@ class ReplicatedHome(AlgorithmHome):
         self.parameters, self.names = self._table.parameters, self._table.names
         self._nodes, self._links = link_nodes(comm, options.nodes)
         self._exchange_comm = comm.duplicate()
+        self._decisions: Communicator = comm
         wire = Wire(self._exchange_comm, options, self._links)
         self._layout = FreezeGroups(self._table, wire, options, recipe.algorithm, self._make_rule)
         self.groups = self._layout.groups
         self.in_flight = self._layout.step
         self.mover: Callable[[Callable[[], None]], None] = operator.call
         self._comparisons = ComparisonTimes(options.resync_interval)
-        self._synchronizer = Synchronizer(self, self._table, self._layout)
+        made = Synchronizer if options.elastic is None else ElasticSynchronizer
+        self._synchronizer = made(self, self._table, self._layout)
         self.watcher = self._synchronizer.watcher
         self.add_parameters()
+        if options.elastic is not None:
+            self.workers, self.grows = _enter(self, options.elastic, optimizer.param_groups), False
+            self.comm, self._decisions = self.workers.comm, self.workers.decisions
 
     # What it reports
 
     @property
     @override
     def bytes_sent(self) -> int:
+        if self.workers is not None:
+            return self.workers.bytes_sent
         by_node = 0 if self._links is None else self._links.bytes_inside + self._links.bytes_between
         return self._exchange_comm.traffic.bytes_sent + by_node
 
     @property
     @override
     def bytes_sent_between_nodes(self) -> int:
+        if self.workers is not None:
+            return self.workers.bytes_sent
         flat = round(self._exchange_comm.traffic.bytes_sent * self._nodes.part_between(self.comm.rank))
         return flat if self._links is None else flat + self._links.bytes_between
 
@@ -83,8 +96,12 @@ class ReplicatedHome(AlgorithmHome):
     @override
     def step(self) -> StepResult:
         self.watcher.seal.check()
-        result = self._apply(self._synchronizer.finish_as_it_is())
+        workers = self.workers
+        result = self._apply(self._synchronizer.finish_as_it_is() if workers is None else workers.bring())
         self._synchronizer.end_step()
+        if workers is not None:
+            workers.end_step()
+            self.comm = workers.comm
         return result
 
     def capture(self, graphs: CudaGraphs) -> StepCapture:
@@ -124,11 +141,10 @@ class ReplicatedHome(AlgorithmHome):
         """Now and then, see whether all ranks hold the same weights, and give them rank 0's where not. Collective."""
         if not self._comparisons.due(self.in_flight.number, self.in_sync):
             return
-        if not rank_checks.compare_replicas(self.comm, self.parameters, self.steps, self._options.on_drift, "rank 0's"):
-            indices = range(len(self._table))
-            rank_checks.broadcast_from_rank_0(self.comm, [self._table.weight(index) for index in indices])
-            for index in indices:
-                self._table.publish(index)
+        comm, on_drift = self._decisions, self._options.on_drift
+        if not rank_checks.compare_replicas(comm, self.parameters, self.steps, on_drift, "rank 0's"):
+            rank_checks.broadcast_from_rank_0(comm, self._table.weights())
+            self._table.publish_all()
 
     @override
     def end_step(self) -> None:
@@ -137,8 +153,15 @@ class ReplicatedHome(AlgorithmHome):
     @override
     def drop(self) -> None:
         if self.watcher.in_step:
-            self._synchronizer.finish()
-            self._synchronizer.end_step()
+            self._synchronizer.drop()
+
+    @override
+    def synchronize_weights(self) -> None:
+        """In an elastic job this worker's part in it ends."""
+        if self.workers is None or self.watcher.in_step:
+            super().synchronize_weights()
+        else:
+            self.workers.end(self.steps)
 
     @override
     def end_backward(self) -> None:
@@ -272,8 +295,26 @@ class ReplicatedHome(AlgorithmHome):
     @override
     def close(self) -> None:
         self._exchange_comm.close()
-        if self._links is not None:
-            self._links.close()
+        for one in (self._links, self.workers):
+            if one is not None:
+                one.close()
+
+
+def _enter(home: ReplicatedHome, elastic: Elastic, groups: list[dict[str, Any]]) -> ElasticWorkers:
+    """Make a home's worker of an elastic job, whose buckets are the same whichever gradients come first."""
+    home._layout.restore([home._layout.all_trainable()])
+    home._synchronizer.prepare()
+    assert isinstance(home._synchronizer, ElasticSynchronizer)
+    compared = {**home._options.compared(), **home._recipe.compared, "optimizer": home._optimizer_name}
+
+    def save() -> dict[str, Any]:
+        return {**counters_of("", groups), **home.counters()}
+
+    def load(where: dict[str, Any]) -> None:
+        take_over_settings(where, groups)
+        home.in_flight.number, home._comparisons.shared_at = where["step"], where["shared_at"]
+
+    return ElasticWorkers(elastic, home._options, home._layout, home._synchronizer, compared, save, load)
 
 
 class _State(ParameterState):

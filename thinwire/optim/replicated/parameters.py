@@ -111,6 +111,15 @@ class ParameterTable(Parameters):
         if weight is not self.parameters[index]:
             self.show(index, weight)
 
+    def weights(self) -> list[Tensor]:
+        """What updates are applied to, of all parameters."""
+        return [self.weight(index).detach() for index in range(len(self))]
+
+    def publish_all(self) -> None:
+        """Round all master weights into their parameters."""
+        for index in range(len(self)):
+            self.publish(index)
+
     def show(self, index: int, weight: Tensor) -> None:
         """Round `weight` into the parameter, and leave the master weight as it is."""
         self.parameters[index].copy_(weight)

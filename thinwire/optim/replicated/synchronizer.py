@@ -43,8 +43,8 @@ class FreezeGroups:
     gradients sends. `step`: what the buckets of a step share.
     """
 
-    _table: ParameterTable
-    _wire: Wire
+    table: ParameterTable
+    wire: Wire
     _options: HomeOptions
     _make_algorithm: Callable[[], Algorithm]
     _make_rule: Callable[[], FreezeRule | None]
@@ -54,13 +54,13 @@ class FreezeGroups:
     uncompressed_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self.comm = self._wire.comm
-        self.step = Step(self._table.groups, self._options.averaging.divide_first, self._options.clips_to)
+        self.comm = self.wire.comm
+        self.step = Step(self.table.groups, self._options.averaging.divide_first, self._options.clips_to)
 
     @property
     def trainable_unplaced(self) -> list[int]:
         """The parameters that lie in no bucket yet and require a gradient."""
-        return [index for index in self.step.unplaced if self._table.parameters[index].requires_grad]
+        return [index for index in self.step.unplaced if self.table.parameters[index].requires_grad]
 
     def sends(self) -> set[Send]:
         """The kinds of the next step, the first one of parameters that lie in no bucket yet included."""
@@ -78,7 +78,7 @@ class FreezeGroups:
     def restore(self, freeze_groups: Sequence[Sequence[Sequence[int]]]) -> None:
         """Lay parameters out anew: for each freeze group, each bucket's parameters; others wait for a gradient."""
         placed = {index for group in freeze_groups for order in group for index in order}
-        self.step.unplaced = [index for index in range(len(self._table)) if index not in placed]
+        self.step.unplaced = [index for index in range(len(self.table)) if index not in placed]
         self.groups.clear()
         self.storages.clear()
         self.buckets = []
@@ -87,14 +87,14 @@ class FreezeGroups:
 
     def all_trainable(self) -> list[list[int]]:
         """Buckets of all trainable parameters, last ones first, as backward is likely to bring them."""
-        order = [index for index in reversed(range(len(self._table))) if self._table.parameters[index].requires_grad]
+        order = [index for index in reversed(range(len(self.table))) if self.table.parameters[index].requires_grad]
         return [[slot.parameter for slot in layout.slots] for layout in self._cut(order)]
 
     def _cut(self, order: Sequence[int], *, whole: bool = False) -> list[BucketLayout]:
         """Buckets of the parameters `order`, of one kind each; one of all of them where they stay `whole`."""
-        numels = [parameter.numel() for parameter in self._table.parameters]
+        numels = [parameter.numel() for parameter in self.table.parameters]
         numel = sum(numels[parameter] for parameter in order)
-        kinds = [kind_of(parameter) for parameter in self._table.parameters]
+        kinds = [kind_of(parameter) for parameter in self.table.parameters]
         return [
             layout
             for kind in sorted({kinds[number] for number in order}, reverse=True)
@@ -107,15 +107,28 @@ class FreezeGroups:
             )
         ]
 
-    def _add(self, layouts: Sequence[BucketLayout]) -> FreezeGroup:
-        algorithm = self._make_algorithm()
-        shared = Shared(self._table, algorithm, new_clock(algorithm), self._wire, self.step)
-        storage = WholeStorage(self._table, shared, dict(enumerate(layouts, len(self.buckets))))
-        group = FreezeGroup(storage, self._make_rule())
+    def cut_anew(self, wire: Wire) -> list[FreezeGroup]:
+        """Lay all out for the ranks of another wire, between steps; return the groups as they were, whose state and
+        residuals the new ones do not have yet, but for the clock and what the algorithm remembers."""
+        before, self.wire, self.comm = self.groups[:], wire, wire.comm
+        self.groups.clear()
+        self.storages.clear()
+        self.buckets = []
+        for group in before:
+            orders = [[slot.parameter for slot in bucket.layout.slots] for bucket in group.buckets]
+            self._add([self._cut(order, whole=True)[0] for order in orders], group)
+        return before
+
+    def _add(self, layouts: Sequence[BucketLayout], before: FreezeGroup | None = None) -> FreezeGroup:
+        algorithm = self._make_algorithm() if before is None else before.algorithm
+        clock = new_clock(algorithm) if before is None else before.clock
+        shared = Shared(self.table, algorithm, clock, self.wire, self.step)
+        storage = WholeStorage(self.table, shared, dict(enumerate(layouts, len(self.buckets))))
+        group = FreezeGroup(storage, self._make_rule() if before is None else before.rule)
         self.groups.append(group)
         self.storages.append(storage)
         self.buckets = [*self.buckets, *storage.buckets]
-        placed = (self._table.parameters[slot.parameter] for bucket in self.buckets for slot in bucket.layout.slots)
+        placed = (self.table.parameters[slot.parameter] for bucket in self.buckets for slot in bucket.layout.slots)
         self.uncompressed_bytes = ring_bytes(self.comm.size, placed)
         return group
 
@@ -140,10 +153,12 @@ class Synchronizer:
     whatever order the parameter groups list them in. The first backward is therefore exchanged as a whole, at its end.
     """
 
+    watcher_kind = BackwardWatcher
+
     def __init__(self, home: AlgorithmHome, table: ParameterTable, layout: FreezeGroups) -> None:
         self.outcome: SynchronizedBackward | None = None  # of the step in flight, once it is known
         self.capturing = False  # into a graph: nothing can be read at the end of a backward
-        self.watcher = BackwardWatcher(table.describe, self._on_whole)
+        self.watcher = self.watcher_kind(table.describe, self._on_whole)
         self._home = home
         self._comm = home.comm
         self._table = table
@@ -213,6 +228,11 @@ class Synchronizer:
         self._step.sent_scale = self._step.loss_scale
         return outcome
 
+    def drop(self) -> None:
+        """Forget gradients that have left, as every rank does. Collective."""
+        self.finish()
+        self.end_step()
+
     def end_step(self) -> None:
         """Forget the step; the next backward begins another."""
         self.watcher.end_step()
@@ -250,7 +270,7 @@ class Synchronizer:
         if exact and len(exact) + len(local) == len(self._layout.groups):
             shares = None if self._home.replica is None else self._table.shares
             square = _square_of_averages(exact, absent, shares).to(self._table.parameters[0].device)
-            self._layout.comm.broadcast(square)
+            self._layout.wire.decisions.broadcast(square)
             if self._home.replica is not None:
                 self._home.replica.all_reduce(square)
             step.norm = math.sqrt(float(square))

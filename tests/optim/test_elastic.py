@@ -1,0 +1,278 @@
+"""OneBitAdam and its kin on workers that come and go, as threads that meet at a store of their process."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import thinwire
+from tests.optim.diloco.tower import SETTINGS, Tower, flat, loss_of, meeting, together
+from thinwire.comm import Communicator, MembershipError, communicator, elastic, threads
+from thinwire.optim.replicated.elastic_workers import ElasticWorkers
+
+__all__ = ["meeting"]
+
+_JOBS = count()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for deaths and alarms more often than between machines."""
+    monkeypatch.setattr(elastic, "_INTERVAL", 0.05)
+    monkeypatch.setattr(communicator, "_ALARM_INTERVAL", 0.02)
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adam": (thinwire.OneBitAdam, {"freeze_step": 6}),
+    "adam, clipped": (thinwire.OneBitAdam, {"freeze_step": 6, "max_norm": 0.5}),
+    "adam, int4 warmup": (thinwire.OneBitAdam, {"freeze_step": 6, "warmup_wire": "int4"}),
+    "lamb": (thinwire.OneBitLamb, {"freeze_step": 6}),
+    "lion": (thinwire.OneBitLion, {}),
+    "zero-one adam": (
+        thinwire.ZeroOneAdam,
+        {"var_freeze_step": 6, "local_step_scaler": 4, "local_step_clipper": 4, "var_update_scaler": 2},
+    ),
+}
+
+
+def make(model: Tower, kind: str, **options: Any) -> tuple[Any, ElasticWorkers]:
+    made, usual = KINDS[kind]
+    optimizer = made(model.named_parameters(), **{"lr": 0.01, "block_size": 64} | usual | options)
+    return optimizer, optimizer._home.workers
+
+
+def step(model: Tower, optimizer: Any, data: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, data, optimizer.steps + 1).backward()
+    optimizer.step()
+
+
+class Killed(BaseException):
+    """The end of a worker, of which it tells nobody: its connections break."""
+
+
+def kill_at(workers: ElasticWorkers, call: int, after: bool) -> None:
+    """Have a worker die on its way into one of the next collectives, or out of it."""
+    comm, left = workers._group, [call]
+    issue = comm._issue
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if not left[0] and not after:
+            raise Killed
+        work = issue(*arguments, **options)
+        if not left[0]:
+            raise Killed
+        return work
+
+    comm._issue = counted  # type: ignore[method-assign]
+
+
+def run(
+    kind: str, victim: Callable[[Tower, Any, ElasticWorkers], None] | None, steps: int = 20, **options: Any
+) -> Tensor:
+    """The weights with which the workers end of whom the last one does as `victim` says, or as the others."""
+    options["elastic"] = replace(SETTINGS, job=f"job {next(_JOBS)}")
+
+    def body() -> Tensor | None:
+        model = Tower()
+        optimizer, workers = make(model, kind, **options)
+        number = workers.dealt_to.index(workers.membership.name)
+        while optimizer.steps < steps:
+            if number == 2 and victim is not None:
+                try:
+                    victim(model, optimizer, workers)
+                except Killed:
+                    workers.membership.heart.stop(gone=True)
+                    workers._part()
+                if workers._is_over or not workers.membership.heart._thread.is_alive():
+                    return None
+            step(model, optimizer, number)
+        optimizer.synchronize_weights()
+        return flat(model.parameters())
+
+    ends = [one for one in together([body] * 3) if one is not None]
+    assert len(ends) == 2 + (victim is None)
+    assert all(torch.equal(ends[0], one) for one in ends)
+    return ends[0]
+
+
+def leaves_after(steps: int) -> Callable[[Tower, Any, ElasticWorkers], None]:
+    def leave(model: Tower, optimizer: Any, workers: ElasticWorkers) -> None:
+        if optimizer.steps == steps:
+            optimizer.close()
+
+    return leave
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "clipped" not in kind])
+def test_undisturbed_it_is_the_plain_optimizer_bit_for_bit(kind: str) -> None:
+    def plain(comm: Communicator) -> Tensor:
+        model = Tower()
+        made, usual = KINDS[kind]
+        optimizer = made(model.named_parameters(), lr=0.01, block_size=64, comm=comm, **usual)
+        for _ in range(20):
+            step(model, optimizer, comm.rank)
+        optimizer.synchronize_weights()
+        return flat(model.parameters())
+
+    assert torch.equal(run(kind, None), threads.run(plain, 3)[0])
+
+
+# (kind, the step, at which of its collectives, on the way out of it): between them, before all is there and after
+@pytest.mark.parametrize(
+    ("kind", "at", "call", "after", "counts"),
+    [
+        ("adam", 3, 1, False, False),
+        ("adam", 5, 3, True, True),  # the freeze
+        ("adam", 9, 2, True, False),
+        ("adam, clipped", 3, 4, True, True),
+        ("adam, clipped", 9, 3, False, False),
+        ("adam, int4 warmup", 3, 3, False, False),
+        ("lamb", 5, 4, False, True),
+        ("lamb", 5, 5, False, True),
+        ("lamb", 9, 4, True, True),
+        ("lion", 9, 3, False, False),
+        ("zero-one adam", 5, 5, True, True),  # the freeze
+        ("zero-one adam", 9, 1, True, False),  # a local step before a sync
+    ],
+)
+def test_a_death_costs_no_step(kind: str, at: int, call: int, after: bool, counts: bool) -> None:
+    """Survivors end with the bits of a run whose worker left after that step, if its gradients count, or before it."""
+
+    def die(model: Tower, optimizer: Any, workers: ElasticWorkers) -> None:
+        if optimizer.steps == at:
+            kill_at(workers, call, after)
+            while True:
+                step(model, optimizer, 2)
+
+    assert torch.equal(run(kind, die), run(kind, leaves_after(at + counts)))
+
+
+@pytest.mark.parametrize("kind", ["adam", "lamb", "zero-one adam"])
+@pytest.mark.parametrize("from_step", [2, 9])
+def test_who_joins_has_the_weights_and_the_state_of_the_others(kind: str, from_step: int) -> None:
+    options = {"elastic": replace(SETTINGS, workers=2)}
+    come = threading.Event()
+
+    def stays() -> tuple[Tensor, dict[str, Any]]:
+        model = Tower()
+        optimizer, workers = make(model, kind, **options)
+        while optimizer.steps < 24:
+            if optimizer.steps == from_step:
+                come.set()
+                while optimizer.in_sync and workers.comm.size == 2 and not workers.membership.wanted:
+                    time.sleep(0.01)
+            step(model, optimizer, workers.dealt_to.index(workers.membership.name))
+        assert workers.comm.size == 3
+        optimizer.synchronize_weights()
+        return flat(model.parameters()), optimizer.state_dict()
+
+    def joins() -> tuple[Tensor, dict[str, Any]]:
+        assert come.wait(60)
+        model = Tower()
+        with torch.no_grad():
+            model.first.weight.zero_()  # its own weights do not count
+        optimizer, workers = make(model, kind, lr=0.5, **options)
+        assert optimizer.steps > from_step
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        while optimizer.steps < 24:
+            step(model, optimizer, workers.dealt_to.index(workers.membership.name))
+        optimizer.synchronize_weights()
+        return flat(model.parameters()), optimizer.state_dict()
+
+    (first, saved), (second, _), (late, of_late) = together([stays, stays, joins])
+    assert torch.equal(first, second)
+    assert torch.equal(first, late)
+    for number, state in saved["state"].items():
+        assert all(torch.equal(one, of_late["state"][number][name]) for name, one in state.items())
+
+
+def test_a_worker_that_was_held_up_finds_itself_replaced_and_ends() -> None:
+    options: dict[str, Any] = {"elastic": replace(SETTINGS, silence=2.0)}
+    gone_on = threading.Event()
+
+    def body() -> Tensor | None:
+        model = Tower()
+        optimizer, workers = make(model, "adam", **options)
+        number = workers.dealt_to.index(workers.membership.name)
+        while optimizer.steps < 12:
+            if optimizer.steps == 6 and number == 1:
+                workers.membership.heart.stop()
+                assert gone_on.wait(60)
+                with pytest.raises(MembershipError, match=r"took this one for dead.*start it again"):
+                    step(model, optimizer, number)
+                optimizer.close()
+                return None
+            step(model, optimizer, number)
+        gone_on.set()
+        optimizer.synchronize_weights()
+        return flat(model.parameters())
+
+    first, second = [one for one in together([body] * 3) if one is not None]
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("kind", ["adam", "zero-one adam"])
+def test_every_sample_counts_once_an_epoch_in_batches_of_one_size(kind: str) -> None:
+    """A worker dies, another comes."""
+    come, lock = threading.Event(), threading.Lock()
+    read = dict[tuple[str, int], list[int]]()  # by worker and step
+    took_part = dict[int, list[str] | None]()  # in each step, as a survivor learns
+
+    def body(begins: bool) -> str | None:
+        assert begins or come.wait(60)
+        model = Tower()
+        optimizer, workers = make(model, kind, elastic=SETTINGS)
+        sampler = thinwire.ElasticBatchSampler(optimizer, 60, batch=12, micro_batch=2)
+        name, number = workers.membership.name, workers.dealt_to.index(workers.membership.name)
+        deal = workers.on_step
+
+        def on_step(dealt_to: list[str], took: list[str] | None) -> None:
+            if number == 0:
+                took_part[optimizer.steps] = took
+            deal(dealt_to, took)
+
+        workers.on_step = on_step
+        try:
+            for one in sampler.steps(DataLoader(range(60), batch_sampler=sampler)):
+                if begins and number == 2 and optimizer.steps == 7:
+                    kill_at(workers, 1, after=False)
+                if optimizer.steps == 9:
+                    come.set()
+                samples = list[int]()
+                for batch in one:
+                    (one.weight * loss_of(model, int(batch[0]), 1)).backward()
+                    samples += batch.tolist()
+                with lock:
+                    read[name, optimizer.steps] = samples
+                optimizer.step()
+                optimizer.zero_grad()
+                if optimizer.steps >= 30:
+                    break
+        except Killed:
+            workers.membership.heart.stop(gone=True)
+            workers._part()
+            return None
+        assert sampler.state_dict()["owed"] == []
+        optimizer.synchronize_weights()
+        return name
+
+    names = together([lambda: body(True)] * 3 + [lambda: body(False)])
+    assert names.count(None) == 1
+    counted, pending = Counter[int](), list[int]()
+    for at, took in sorted(took_part.items()):
+        pending.append(at)
+        for one in pending if took is not None else ():
+            counted.update(sample for name in took or () for sample in read[name, one])
+        pending = [] if took is not None else pending
+    assert max(counted.values()) - min(counted.values()) <= 1
+    assert len(counted) == 60

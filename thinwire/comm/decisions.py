@@ -1,0 +1,132 @@
+"""Small collectives whose results all survivors of a death have, or none: what workers that come and go decide together
+in the middle of a step, when it can no longer be begun anew."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from thinwire.comm.collectives import Pending, ReduceOp, Work
+from thinwire.comm.communicator import Communicator
+from thinwire.comm.elastic import MembershipError
+from thinwire.comm.errors import Call, CommunicationError, RollCall
+
+Collective = Callable[[Communicator], list[bytes]]
+
+
+class Decisions(Communicator):
+    """Broadcasts and gathered messages over one group of workers after another, numbered over all of these.
+
+    One that fails is repeated after `meet` among those who are left then, unless a survivor has its result: `adopt`
+    takes that over. `passed`: how many are decided here. Others, as reductions, are not for what must be repeatable.
+    """
+
+    def __init__(self, comm: Communicator, meet: Callable[[CommunicationError], None]) -> None:
+        """`meet`: has the workers meet, and calls `adopt` and `follow` before it returns."""
+        super().__init__(comm.rank, comm.size, comm.backend, comm.timeout)
+        self._meet = meet
+        self.passed = 0
+        self._kept: dict[int, list[bytes]] = {}  # by number, of the step in flight
+        self.follow(comm)
+
+    def follow(self, comm: Communicator) -> None:
+        """Decide over this group from now on."""
+        self._among, self.rank, self.size = comm, comm.rank, comm.size
+        self.global_ranks = comm.global_ranks
+
+    def kept_since(self, number: int) -> str:
+        """The results of decision `number` and those after it, as text for `adopt`."""
+        found = [self._kept[one] for one in range(number, self.passed)]
+        return json.dumps([[base64.b64encode(part).decode() for part in one] for one in found])
+
+    def adopt(self, first: int, results: str) -> None:
+        """Take over results of decisions from number `first` on, which others have and this worker may lack."""
+        for number, one in enumerate(json.loads(results), first):
+            self._kept.setdefault(number, [base64.b64decode(part) for part in one])
+
+    def commit(self, flag: bool) -> bool | None:
+        """Say that this worker has all that a step brings, and know once all have whether any gave the `flag`; None if
+        workers had to meet and no survivor knows of all, so that the step has to be sent again.
+
+        No decision from before is asked for once this one is passed: all others have had it.
+        """
+
+        def gather(comm: Communicator) -> list[bytes]:
+            everyone = torch.empty(comm.size, dtype=torch.uint8)
+            comm.all_gather(everyone, torch.tensor([flag], dtype=torch.uint8))
+            return [everyone.numpy().tobytes()]
+
+        number = self.passed
+        result = self._decide(gather, again=False)
+        if result is None:
+            return None
+        self._kept = {number: result}
+        return any(result[0])
+
+    @override
+    def all_gather_bytes(self, payload: bytes, purpose: str = "") -> list[bytes]:
+        result = self._decide(lambda comm: comm.all_gather_bytes(payload, purpose), again=True)
+        assert result is not None
+        return result
+
+    @override
+    def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: Literal[False] | bool = False) -> Work:
+        """Copy ``tensor`` of rank ``root``, of whichever group decides it, into ``tensor`` of every worker."""
+
+        def send(comm: Communicator) -> list[bytes]:
+            copy = tensor.detach().clone(memory_format=torch.contiguous_format)  # one that fails may leave half of it
+            comm.broadcast(copy, root)
+            return [copy.cpu().view(-1).view(torch.uint8).numpy().tobytes()]
+
+        result = self._decide(send, again=True)
+        assert result is not None
+        if tensor.numel():
+            values = torch.frombuffer(bytearray(result[0]), dtype=tensor.dtype)
+            tensor.detach().copy_(values.view(tensor.shape))
+        return Work()
+
+    def _decide(self, collective: Collective, *, again: bool) -> list[bytes] | None:
+        while self.passed not in self._kept:
+            try:
+                self._kept[self.passed] = collective(self._among)
+            except MembershipError:
+                raise
+            except CommunicationError as error:
+                self._meet(error)
+                if not again and self.passed not in self._kept:
+                    return None
+        self.passed += 1
+        return self._kept[self.passed - 1]
+
+    def _refuse(self) -> RuntimeError:
+        return RuntimeError("workers that come and go decide by gathered messages and broadcasts alone")
+
+    @override
+    def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
+        raise self._refuse()
+
+    @override
+    def _start_all_gather(self, call: Call, output: Tensor, input: Tensor) -> Pending:
+        raise self._refuse()
+
+    @override
+    def _start_broadcast(self, call: Call, tensor: Tensor, root: int) -> Pending:
+        raise self._refuse()
+
+    @override
+    def _start_all_reduce(self, call: Call, tensor: Tensor, op: ReduceOp) -> Pending:
+        raise self._refuse()
+
+    @override
+    def _subgroup(self, members: list[int], number: int, timeout: float) -> Communicator:
+        raise self._refuse()
+
+    @override
+    def _roll_call(self, call: Call) -> RollCall:
+        return RollCall({}, ())

@@ -1,0 +1,75 @@
+"""The entry of an optimizer into a job whose workers come and go: on whose ranks it is built, and what all must have
+alike."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.comm import Communicator, threads
+from thinwire.comm.agreement import on_every_rank
+from thinwire.comm.elastic import Elastic, MembershipError, reach
+from thinwire.comm.membership import Membership, Record
+from thinwire.compress.packet import PacketError, SettingsError
+
+
+def own_communicator(
+    elastic: object, comm: Communicator | None, backend: str | None, nodes: object, stage: object
+) -> Communicator:
+    """The communicator of this worker's ranks, on which an elastic optimizer is built: `comm`, or of itself alone.
+
+    Raises ValueError or TypeError for what elastic workers cannot have.
+    """
+    if not isinstance(elastic, Elastic):
+        raise TypeError(f"elastic must be a thinwire.Elastic, got {elastic!r}")
+    if backend not in (None, "gloo"):
+        raise ValueError(
+            f"elastic workers exchange over Gloo, got comm_backend_name={backend!r}: a worker that dies ends an MPI "
+            "job, and NCCL's watchdog ends the processes of its peers"
+        )
+    if comm is not None and comm.backend == "mpi":
+        raise ValueError(
+            "the ranks of an elastic worker cannot be those of an MPI job, which ends as a whole where one dies: start "
+            "each node's ranks with a torchrun of their own, and pass comm=thinwire.comm.init()"
+        )
+    if not isinstance(nodes, str):
+        raise ValueError(
+            f"an elastic worker is one process, or a node whose ranks are those of comm=, got nodes={nodes!r}: leave "
+            "nodes as it is, and to make a torchrun's ranks one worker pass comm=thinwire.comm.init()"
+        )
+    if stage != 0 and (comm is None or comm.size == 1):
+        raise ValueError(
+            f"this elastic worker is one process, which has no other rank to shard with, got stage={stage!r}: "
+            "use stage=0, or make a torchrun's ranks one worker with comm=thinwire.comm.init()"
+        )
+    return threads.single(elastic.timeout) if comm is None else comm
+
+
+def enter_elastic_job(
+    elastic: Elastic,
+    comm: Communicator,
+    settings: Mapping[str, Any],
+    names: Sequence[str],
+    parameters: Sequence[Tensor],
+    admits: Callable[[Sequence[Record | None]], bool] | None = None,
+) -> Membership:
+    """Go to the meeting place, as the ranks of `comm` together; raises ValueError unless this worker's model and
+    settings are the job's. Collective. `admits`: see Membership."""
+    store, address = on_every_rank(
+        comm, lambda: reach(elastic), "reach the meeting place", (ValueError, MembershipError)
+    )
+    membership = Membership(elastic, store, address, comm, (SettingsError, PacketError), admits)
+    model = [
+        (name, list(one.shape), str(one.dtype), one.requires_grad) for name, one in zip(names, parameters, strict=True)
+    ]
+    digest = hashlib.sha256(json.dumps(model).encode()).hexdigest()[:16]
+    try:
+        membership.agree_on({**settings, "parameters": len(model), "model": digest})
+    except ValueError:
+        membership.leave()
+        raise
+    return membership

@@ -1,0 +1,329 @@
+"""Replicated state on workers that come and go: a death costs no step.
+
+A step has two parts. What it brings leaves in packets, and nothing that must outlive it moves: it can be sent again,
+from the gradients that each worker still holds, to however many are left. Once every worker has said that it has all of
+it, which is one more decision (`comm/decisions.py`), it is applied by all survivors, from what they hold already and
+from numbers that they decide together. docs/internals/elastic.md says why that holds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import CommunicationError, Communicator, threads
+from thinwire.comm.decisions import Decisions
+from thinwire.comm.elastic import Elastic, MembershipError
+from thinwire.comm.membership import Generation, Record
+from thinwire.comm.torch_backend import GenerationCommunicator
+from thinwire.compress.packet import PacketError
+from thinwire.optim.elastic_job import enter_elastic_job
+from thinwire.optim.options import HomeOptions
+from thinwire.optim.replicated.elastic_buckets import ElasticSynchronizer, hand_on
+from thinwire.optim.replicated.parameters import ParameterTable
+from thinwire.optim.replicated.synchronizer import FreezeGroups, SynchronizedBackward
+from thinwire.optim.step import Send
+from thinwire.optim.wire import Wire
+from thinwire.zero.rank_checks import broadcast_from_rank_0
+
+_ATTEMPTS = 10
+"""Meetings in a row after which workers did not connect: they reach the meeting place, but not each other."""
+
+
+class StepPhase(IntEnum):
+    """The part of a step that a worker is in, after the last that was committed."""
+
+    APPLYING = 0
+    BETWEEN = 1  # steps, before the next one's data are chosen: here workers may join
+    SENDING = 2
+
+
+@dataclass(frozen=True)
+class Position:
+    """A worker's, as it says at a meeting: steps that were committed, its phase since, and decisions that it knows."""
+
+    committed: int
+    phase: int
+    decided: int
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """Comparable between workers."""
+        return self.committed, self.phase
+
+
+def may_be_joined(records: Sequence[Record | None]) -> bool:
+    """Whether workers that say so are all between the same two steps."""
+    said = [Position(**one) for one in records if one is not None]
+    return all(one.at == said[0].at and one.phase == StepPhase.BETWEEN for one in said)
+
+
+class ElasticWorkers:
+    """One worker's part in a job that goes on without workers that died, and with those that come.
+
+    `dealt_to`: the workers, by name and in their order, among whom the next step's data are dealt. `shared_data`: what
+    a sampler has all workers know, which newcomers get. `on_step`: called with those to whom a step's data were dealt,
+    and those whose gradients it has, None while that is not known. `in_use`: whether this worker has begun a step.
+    `comm`: of the workers that the buckets are cut for. `decisions`: see Decisions.
+    Construction waits until this worker is in the job, and then has its weights and state.
+    """
+
+    def __init__(
+        self,
+        elastic: Elastic,
+        options: HomeOptions,
+        layout: FreezeGroups,
+        synchronizer: ElasticSynchronizer,
+        compared: Mapping[str, Any],
+        save: Callable[[], dict[str, Any]],
+        load: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """`compared`: what all workers must have alike. `save` and `load`: where the run is, but for what tensors
+        hold, as JSON can hold it."""
+        self._options, self._layout, self._synchronizer = options, layout, synchronizer
+        self._table: ParameterTable = layout.table
+        self._save, self._load = save, load
+        self.comm = self._group = threads.single(elastic.timeout)
+        self.decisions = Decisions(self._group, self._meet_in_a_decision)
+        self.dealt_to: list[str] = []
+        self.shared_data: dict[str, Any] = {}
+        self.on_step: Callable[[list[str], list[str] | None], None] = lambda dealt_to, took_part: None
+        self.in_use = False
+        self._committed, self._phase, self._wanted = 0, StepPhase.BETWEEN, False
+        self._names_now: list[str] = []  # of `_group`
+        self._names_sent: list[str] = []  # of `comm`
+        self._moved = self._in_the_job = self._is_over = False
+        self._bytes_earlier = 0
+        settings = json.loads(json.dumps(compared, default=repr))
+        table = self._table
+        self.membership = enter_elastic_job(
+            elastic, self._group, settings, table.names, table.parameters, may_be_joined
+        )
+        self._meet(alarm=False)
+        self._go_on()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this worker has sent to others."""
+        return self._bytes_earlier + self._group.traffic.bytes_sent
+
+    # One step
+
+    def bring(self) -> SynchronizedBackward:
+        """Have what a step brings on every worker that is left, from where it counts for all. Collective."""
+        if self._is_over:
+            raise RuntimeError("this worker's part in the job has ended, by synchronize_weights() or close()")
+        self.in_use = True
+        while True:
+            try:
+                self._look_around()
+                self._move()
+                backward = self._synchronizer.finish_as_it_is()
+            except (PacketError, MembershipError):
+                raise
+            except CommunicationError:
+                self._meet(alarm=True)
+                continue
+            if all(group.send is Send.LOCAL for group in self._layout.groups):
+                self.on_step(self.dealt_to, None)
+                return backward
+            if self._commit():
+                self.on_step(self.dealt_to, self._names_sent)
+                self.dealt_to = self._names_sent
+                return backward
+            self._synchronizer.end_step()
+
+    def end_step(self) -> None:
+        """Let workers join that wait for it."""
+        if self._phase is not StepPhase.APPLYING:  # a local step
+            return
+        self._phase = StepPhase.BETWEEN
+        while self._wanted and self._meet(alarm=False):
+            pass
+        self._go_on()
+
+    def _commit(self) -> bool:
+        """Agree that every worker has all of a step; false if some died before, and it has to be sent again."""
+        too_few = len(self._names_sent) < self.membership.settings.min_workers
+        wanted = self.decisions.commit(self.membership.wanted or too_few)
+        if wanted is None:
+            return False
+        self._committed, self._phase, self._wanted = self._committed + 1, StepPhase.APPLYING, wanted
+        return True
+
+    def _look_around(self) -> None:
+        """Raise CommunicationError if the workers have to meet."""
+        if reason := self.membership.why_meet(self._synchronizer.watcher.lost):
+            raise CommunicationError(reason)
+
+    def _go_on(self) -> None:
+        self._phase = StepPhase.SENDING
+        self._move()
+
+    # The end
+
+    def end(self, step: int) -> None:
+        """End this worker's part in the job, after step number `step`, with all weights alike. Collective."""
+        while not self._is_over:
+            try:
+                self._look_around()
+                self._move()
+                for group in self._layout.groups:
+                    group.meet(step, self._commit_or_repeat)
+                self._phase = StepPhase.SENDING
+                if not self.membership.finish():
+                    raise CommunicationError("the workers have to meet once more before they end")
+                self._is_over = True
+            except (PacketError, MembershipError):
+                raise
+            except CommunicationError:
+                self._meet(alarm=True)
+
+    def _commit_or_repeat(self) -> None:
+        if not self._commit():
+            for bucket in self._layout.buckets:
+                bucket.end_step()
+            raise CommunicationError("not all workers have what a sync brings")
+
+    def close(self) -> None:
+        """Leave; the others go on without this worker."""
+        if not self._is_over:
+            self.membership.leave()
+            self._is_over = True
+        self._part()
+
+    # Meetings
+
+    def _meet_in_a_decision(self, error: CommunicationError) -> None:
+        self._meet(alarm=True)
+
+    @torch.no_grad()
+    def _meet(self, *, alarm: bool) -> bool:
+        """Be in the next generation that can work together; whether some of it have still to come to where this worker
+        is between two steps."""
+        lost: list[str] = []
+        for _ in range(_ATTEMPTS):
+            mine = Position(self._committed, self._phase, self.decisions.passed) if self._in_the_job else None
+            generation = self.membership.meet(None if mine is None else asdict(mine), alarm=alarm)
+            lost += self.membership.departures
+            said = [None if one.record is None else Position(**one.record) for one in generation.entries]
+            try:
+                self._join(generation, said)
+            except (PacketError, MembershipError):
+                raise
+            except CommunicationError as error:
+                alarm, failure = True, error
+                continue
+            if generation.index == 0 and generation.number > 1:
+                new = f"{said.count(None)} of them new"
+                line = "; ".join([f"{len(said)} workers after {self._committed} steps sent, {new}", *lost])
+                print(f"thinwire: {line}", file=sys.stderr, flush=True)
+            here = (self._committed, self._phase)
+            return any(one is not None and one.at < here for one in said)
+        raise MembershipError(
+            f"the workers met {_ATTEMPTS} times and could not connect: {failure}. Can each reach the others? "
+            "GLOO_SOCKET_IFNAME says by which interface"
+        )
+
+    def _join(self, generation: Generation, said: Sequence[Position | None]) -> None:
+        """Connect with the workers of a generation, and have all decisions, and newcomers all state, of those who have
+        most."""
+        stay = [number for number, one in enumerate(said) if one is not None]
+        new = [number for number, one in enumerate(said) if one is None]
+        if not stay and self.membership.begun:
+            raise MembershipError("no worker is left that has the job's weights: start a new job, from a checkpoint")
+        if new:  # then all are between the same two steps
+            self.dealt_to = generation.names
+        group = self.membership.connect(range(len(said)), "exchange").comm
+        assert group is not None, "a worker is one process"
+        try:
+            self._share_decisions(group, {number: one.decided for number, one in enumerate(said) if one is not None})
+            source = stay[0] if stay else 0
+            if new and (generation.index == source or not self._in_the_job):
+                self._hand_over([source, *(number for number in new if number != source)])
+        except CommunicationError:
+            group.close()
+            raise
+        self._part()
+        self._group, self._names_now, self._moved = group, generation.names, True
+        self.decisions.follow(group)
+        self._synchronizer.watcher.lost = ""  # as all is sent again
+        self._in_the_job = True
+        self.membership.begin()
+
+    def _share_decisions(self, group: Communicator, known: Mapping[int, int]) -> None:
+        """Have all of `group` know the decisions that any does; `known`: how many, by worker."""
+        first, last = min(known.values(), default=0), max(known.values(), default=0)
+        if first < last:
+            source = min(number for number, one in known.items() if one == last)
+            mine = self.decisions.kept_since(first) if group.rank == source else ""
+            self.decisions.adopt(first, group.all_gather_bytes(mine.encode(), "share decisions")[source].decode())
+
+    def _part(self) -> None:
+        """Leave the communicator of the last generation, whatever is in flight."""
+        self._bytes_earlier += self._group.traffic.bytes_sent
+        if isinstance(self._group, GenerationCommunicator):
+            self._group.abandon()
+        else:
+            self._group.close()
+
+    def _move(self) -> None:
+        """Cut all buckets for the workers that there are by now."""
+        if not self._moved:
+            return
+        before = self._layout.cut_anew(Wire(self._group, self._options, decisions=self.decisions))
+        for group in self._layout.groups:
+            hand_on(before.pop(0), group)
+        self.comm, self._names_sent, self._moved = self._group, self._names_now, False
+        self._synchronizer.move(self._group)
+
+    # What newcomers get
+
+    def _hand_over(self, members: Sequence[int]) -> None:
+        """Give the workers `members` what the first of them has. Collective of these."""
+        group = self.membership.connect(members, "state").comm
+        assert group is not None
+        counted = {"committed": self._committed, "decided": self.decisions.passed, "shared_data": self.shared_data}
+        mine = json.dumps({**counted, "where": self._save()}).encode() if group.rank == 0 else b""
+        told = json.loads(group.all_gather_bytes(mine, "hand over its state")[0])
+        if group.rank:
+            self._committed, self.decisions.passed = told["committed"], told["decided"]
+            self.shared_data = told["shared_data"]
+            self._load(told["where"])
+            self._begin_as(told["where"]["freeze_groups"])
+        broadcast_from_rank_0(group, self._everything())
+        group.barrier()  # all have all of it before its sender may go
+        if group.rank:
+            self._table.publish_all()
+            for one in self._layout.groups:
+                one.restore()
+        self._bytes_earlier += group.traffic.bytes_sent
+        group.close()
+
+    def _begin_as(self, freeze_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Be as far as these, but for what tensors hold."""
+        for group, saved in zip(self._layout.groups, freeze_groups, strict=True):
+            group.clock.steps = saved["steps"]
+            if group.rule is not None and saved["rule"]:
+                group.rule.load(saved["rule"])
+            group.algorithm.load_scalars(saved["scalars"], self._table.names)
+            if saved["frozen_at"] is not None and group.clock.frozen_at is None:
+                group.storage.begin_frozen_state()
+            group.clock.frozen_at = saved["frozen_at"]
+            if group.shows_own_weights:
+                group.storage.keep_common()
+
+    def _everything(self) -> list[Tensor]:
+        """Weights and state that all workers have alike, in one order."""
+        found = self._table.weights()
+        for group in self._layout.groups:
+            for bucket in group.buckets:
+                found += [bucket.state[name][: bucket.layout.numel] for name in sorted(bucket.state)]
+        return found
