@@ -119,7 +119,8 @@ def resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
         assert same_tensors(expected, found)
         assert optimizer_of(resumed).frozen_at == optimizer_of(whole).frozen_at
         assert logged(resumed) == logged(whole)
-        refuses_other_random_numbers(comm, Path(arguments.output_dir, "checkpoint-5"), make)
+        if number == 0:
+            refuses_other_random_numbers(comm, Path(arguments.output_dir, "checkpoint-5"), make)
 
 
 def refuses_other_random_numbers(comm: Communicator, checkpoint: Path, make: Any) -> None:
