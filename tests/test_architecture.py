@@ -46,6 +46,7 @@ LAZY_LOADERS = {
     "comm/launch.py": "importing mpi4py starts MPI",
     "engine/command_line.py": "--help needs no torch",
     "engine/config/rules.py": "layouts import what torch.compile needs, and most files have none",
+    "inference/preparation.py": "torch.compile takes seconds to import",
     "optim/registry.py": "it names optimizers to those that need no torch",
     "plan/commands.py": "a probe takes torch and pydantic, which plans do without",
     "plan/request.py": "a calibration takes pydantic, and most plans are without one",

@@ -15,8 +15,8 @@ transformers = pytest.importorskip("transformers")
 
 def bert(head="BertForSequenceClassification", **more):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 256}
-    config = transformers.BertConfig(vocab_size=90, max_position_embeddings=48, **sizes, **more)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 256} | more
+    config = transformers.BertConfig(vocab_size=90, max_position_embeddings=48, **sizes)
     return getattr(transformers, head)(config).eval()
 
 
@@ -88,6 +88,31 @@ def test_a_model_with_weights_alone_in_fewer_bits(how) -> None:
     tokens = torch.randint(5, 90, (2, 9))
     exact, found = (one(input_ids=tokens).logits.detach() for one in (plain, prepared))
     assert (found - exact).norm() < (0.05 if how == "int8" else 0.3) * exact.norm()
+
+
+def test_compiled_layers_answer_alike_whatever_the_lengths(monkeypatch) -> None:
+    """Attention by document, whose sizes a graph would hold, stays outside; equal layers share graphs."""
+    plain = bert("BertForMaskedLM", num_hidden_layers=3)
+    prepared = prepare(plain, compile=True)
+    taken = set()
+    for lengths in ([9, 4], [5, 7, 2, 30], [3, 1, 8]):
+        mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+        tokens = torch.randint(5, 90, mask.shape)
+        found, exact = (one(input_ids=tokens, attention_mask=mask).logits for one in (prepared, plain))
+        torch.testing.assert_close(found[mask == 1], exact[mask == 1], rtol=1e-4, atol=1e-5)
+        taken.add((prepared.compiled.graphs, prepared.compiled.recompiles, prepared.compiled.guards > 0))
+    assert len(taken) == 1
+    ((graphs, recompiles, has_guards),) = taken
+    assert 1 <= graphs <= 4
+    assert recompiles <= 1
+    assert has_guards
+    copied = prepare(prepared.model)
+    with torch.no_grad():
+        prepared.model.bert.encoder.layer[0].attention.self.value.weight.zero_()
+    torch.testing.assert_close(copied(input_ids=tokens).logits, plain(input_ids=tokens).logits, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler, and none was found"):
+        prepare(plain, compile=True)
 
 
 def test_torchs_own_attention_keeps_the_weights_that_it_reads() -> None:
@@ -197,6 +222,10 @@ def test_bad_input(tmp_path) -> None:
         prepare(nn.ReLU(), quantize="int8-dynamic")
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         prepare(tmp_path)
+    with pytest.raises(ValueError, match=r"tensor_parallel=2, and torch\.distributed has no process group"):
+        prepare(bert(), tensor_parallel=2)
+    with pytest.raises(ValueError, match="tensor_parallel=2 does not go with quantize"):
+        prepare(bert(), quantize="int8-dynamic", tensor_parallel=2)
     with pytest.raises(ValueError, match="max_tokens is 0, expected at least 1"):
         prepare(bert()).queue(max_tokens=0)
     with prepare(bert()).queue() as queue:

@@ -31,6 +31,7 @@ from transformers import (
 
 from tests.refusing import refused
 from thinwire.comm import Communicator
+from thinwire.inference import prepare
 from thinwire.parallel import parallelize
 
 PROGRAM = ("-m", "tests.parallel.cutting")
@@ -166,6 +167,29 @@ def refusals(mesh: DeviceMesh) -> None:
     refused(ValueError, "differ", parallelize, mine, mesh)
 
 
+def answers(mesh: DeviceMesh) -> None:
+    """Prepared models answer as the first rank's whole one, padding left out, and generate its tokens."""
+    tokens, mask = words(), torch.ones(4, LENGTH, dtype=torch.int64)
+    mask[0, :3] = mask[2, :5] = 0
+    for build in (bert, gpt2):
+        torch.manual_seed(1)
+        whole = build().eval()
+        torch.manual_seed(dist.get_rank() + 1)
+        given = build()
+        before = {name: one.clone() for name, one in given.state_dict().items()}
+        prepared = prepare(given, tensor_parallel=2)
+        found, exact = (one(input_ids=tokens, attention_mask=mask).logits[mask == 1] for one in (prepared, whole))
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+        assert all(torch.equal(before[name], one) for name, one in given.state_dict().items())
+        if build is gpt2:
+            options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+            assert torch.equal(prepared.generate(tokens, **options), whole.generate(tokens, **options))
+    refused(ValueError, "batches by the time", prepared.queue)
+    refused(ValueError, r"tensor_parallel=3, and torch\.distributed has 2", prepare, whole, tensor_parallel=3)
+    folder = "." if dist.get_rank() else "no folder"  # neither has a configuration
+    refused((ValueError, OSError), "config.json", prepare, folder, tensor_parallel=2)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     pair = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -174,5 +198,6 @@ if __name__ == "__main__":
         as_whole(pair)
         dropout(pair)
         refusals(pair)
+        answers(pair)
     dist.barrier()
     dist.destroy_process_group()

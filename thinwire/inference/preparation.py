@@ -5,15 +5,23 @@ from __future__ import annotations
 import copy
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import override
 
+import thinwire.parallel
+from thinwire.comm import Communicator
+from thinwire.comm.agreement import on_every_rank
 from thinwire.inference.quantized import quantize_linears
 from thinwire.inference.requests import RequestQueue
 from thinwire.transformers import accelerate
+
+if TYPE_CHECKING:
+    from thinwire.inference.compiling import Compilation
 
 Quantize = Literal["int8-dynamic", "int8", "int4"]
 
@@ -21,10 +29,15 @@ _OF_CACHES = {"past_key_values", "cache_implementation", "use_cache", "generatio
 
 
 class Prepared:
-    """What `prepare` makes: call it as the model, without gradients; `model` is the one inside."""
+    """What `prepare` makes: call it as the model, without gradients; `model` is the one inside.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    `compiled` has the `graphs` that its layers took so far, `recompiles` among them, and their `guards`; None where
+    nothing is compiled. Where ranks hold a part of the model each, all of them call it alike.
+    """
+
+    def __init__(self, model: nn.Module, compiled: Compilation | None = None, *, is_cut: bool = False) -> None:
+        self.model, self.compiled = model, compiled
+        self._is_cut = is_cut
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         """What the model gives."""
@@ -48,14 +61,23 @@ class Prepared:
             wait: seconds for which a request waits for others, at most.
             size: requests that may wait; one more is refused.
 
-        Raises ValueError for numbers that are too small.
+        Raises ValueError for numbers that are too small, or where ranks hold a part of the model each.
         """
+        if self._is_cut:
+            raise ValueError(
+                "a queue makes its batches by the time, which ranks that hold a part of the model each do not share: "
+                "call the model with the same batch on all of them"
+            )
         device = next((one.device for one in self.model.parameters()), torch.device("cpu"))
         return RequestQueue(self, device, _longest(self.model), max_tokens=max_tokens, wait=wait, size=size)
 
 
 def prepare(
-    model: nn.Module | str | Path, dtype: torch.dtype | None = None, quantize: Quantize | None = None
+    model: nn.Module | str | Path,
+    dtype: torch.dtype | None = None,
+    quantize: Quantize | None = None,
+    tensor_parallel: int = 1,
+    compile: bool = False,
 ) -> Prepared:
     """Make a model ready for inference; `model` itself stays as it is.
 
@@ -66,17 +88,32 @@ def prepare(
         quantize: "int8-dynamic": linear layers in 8 bits, inputs too, on CPUs in fp32: the fastest. "int8", "int4":
             their weights alone, on CPUs in bf16; "int4", the smallest, leaves layers that are not [16 n, 64 m].
             Embeddings, norms and attention stay.
+        tensor_parallel: ranks that share the matrices of each layer, as `thinwire.parallel.parallelize` cuts them; so
+            many in a row, of torch's process group, hold a model. All call it alike, and have the first one's weights.
+        compile: layers by `torch.compile`, without their attention. Off, as on CPUs matrices take most of the time,
+            and what is compiled between them gains nothing.
 
     Encoders that `thinwire.transformers.accelerate` knows compute no padding; GPT-2's GELU is one operation. Quantised
     layers have no `weight` in the `state_dict`: save the model that was given.
 
-    Raises ValueError for another name, a device or dtype without such a kernel, or a model without a linear layer to
-    quantise; FileNotFoundError for a folder without a configuration.
+    Collective where `tensor_parallel` > 1. Raises ValueError for another name, a device or dtype without such a kernel,
+    a model without a linear layer to quantise or that ranks cannot share, `tensor_parallel` without as many ranks or
+    with what it does not go with; FileNotFoundError for a folder without a configuration; RuntimeError for `compile`
+    without a compiler.
     """
     if quantize is not None and quantize not in get_args(Quantize):
         raise ValueError(f"quantize is {quantize!r}, expected None or {', '.join(map(repr, get_args(Quantize)))}")
-    made = _read(Path(model)) if isinstance(model, str | Path) else copy.deepcopy(model)
-    made = made.to(dtype).eval().requires_grad_(False)
+    if tensor_parallel != 1:
+        if quantize is not None or compile:
+            other = "compile" if quantize is None else "quantize"
+            raise ValueError(f"tensor_parallel={tensor_parallel} does not go with {other}: leave one of them out")
+        mesh = _mesh(tensor_parallel)
+        made = on_every_rank(
+            Communicator.of(mesh), lambda: _ready(model, dtype), "read its model", (ValueError, OSError)
+        )
+        thinwire.parallel.parallelize(made, mesh)
+    else:
+        made = _ready(model, dtype)
     if quantize is not None:
         _quantize(made, quantize)
     with suppress(TypeError, ValueError):  # no encoder that it knows
@@ -85,7 +122,29 @@ def prepare(
         for name, layer in parent.named_children():
             if type(layer).__name__ == "NewGELUActivation":  # eight operations of transformers', for the same
                 setattr(parent, name, nn.GELU("tanh"))
-    return Prepared(made)
+    if compile:
+        from thinwire.inference.compiling import compile_layers
+
+        return Prepared(made, compile_layers(made))
+    return Prepared(made, is_cut=tensor_parallel != 1)
+
+
+def _ready(model: nn.Module | str | Path, dtype: torch.dtype | None) -> nn.Module:
+    made = _read(Path(model)) if isinstance(model, str | Path) else copy.deepcopy(model)
+    return made.to(dtype).eval().requires_grad_(False)
+
+
+def _mesh(ranks: int) -> DeviceMesh:
+    """So many ranks in a row, this one among them."""
+    size = dist.get_world_size() if dist.is_initialized() else 0
+    if ranks < 1 or not size or size % ranks:
+        found = f"torch.distributed has {size}" if size else "torch.distributed has no process group"
+        raise ValueError(
+            f"tensor_parallel={ranks}, and {found}: expected a multiple of as many ranks, by torchrun or mpirun and "
+            "torch.distributed.init_process_group"
+        )
+    device = "cuda" if Communicator.of(dist.group.WORLD).backend == "nccl" else "cpu"
+    return init_device_mesh(device, (size // ranks, ranks), mesh_dim_names=("dp", "tp"))["tp"]
 
 
 def _takes_growing_cache(model: Any) -> bool:
