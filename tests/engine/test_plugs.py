@@ -11,6 +11,7 @@ from tests.launching import on_threads
 from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.engine import ConfigError
+from thinwire.inference import convert
 
 SPARSE = {"mode": "bigbird", "block": 16, "num_random_blocks": 0}
 DROP = {"enabled": True, "theta": 0.5, "gamma": 1.0}
@@ -40,9 +41,9 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def bert(pre_ln: bool = False):
+def bert(pre_ln: bool = False, inner: int = 32):
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32}
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": inner}
     torch.manual_seed(0)
     if pre_ln:
         config = transformers.RobertaPreLayerNormConfig(vocab_size=40, max_position_embeddings=200, **sizes)
@@ -103,6 +104,21 @@ def test_fast_encoder() -> None:
     assert found[:3] == pytest.approx(found[3:], rel=1e-5)
     with pytest.raises(TypeError, match="Stack has no encoder that is known here"):
         initialize(model=Stack(), config=settings(fast_encoder=True))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_training_with_the_rounding_of_quantised_layers(stage) -> None:
+    """The layers round while the engine is there, whatever shards them; `convert` answers as they did."""
+    engine = make_engine(None, settings(stage, quantized_training="int8-dynamic"), model=bert(inner=128))
+    found = read(engine, range(2))
+    tokens = torch.randint(0, 40, (2, 64))
+    expected = engine.module.eval()(tokens).logits.detach()
+    if stage < 3:
+        torch.testing.assert_close(convert(engine.module)(tokens).logits, expected, rtol=1e-3, atol=1e-3)
+    engine.close()
+    assert found != read(make_engine(None, settings(stage), model=bert(inner=128)), range(2))
+    with pytest.raises(ValueError, match="Stack has no linear layer that int4 takes"):
+        initialize(model=Stack(), config=settings(quantized_training="int4"))
 
 
 def test_layers_are_dropped_alike_and_leave_their_weights_alone() -> None:

@@ -32,6 +32,7 @@ from thinwire.engine.part_checkpoints import PartCheckpoints
 from thinwire.engine.parts import Loss, ModelPart, part_of
 from thinwire.engine.recipe import GivenOptimizer, GivenSchedule, Recipe, check_schedule, find_recipe, make_schedule
 from thinwire.engine.reports import JobReports
+from thinwire.inference import rounding_in_training
 from thinwire.sparse_attn import densify
 from thinwire.transformers import fast_encoder
 from thinwire.zero.fsdp import is_sharded
@@ -194,6 +195,9 @@ def _plug_in(
     if settings.fast_encoder:
         on_every_rank(comm, partial(fast_encoder.accelerate, model), "do without padding", BAD_INPUT)
         undo.callback(fast_encoder.undo, model)
+    if (how := settings.quantized_training) is not None:
+        on_every_rank(comm, partial(rounding_in_training.prepare_qat, model, how), "round its layers", BAD_INPUT)
+        undo.callback(rounding_in_training.undo_qat, model)
     recomputed = layer_drop = None
     if (section := settings.activation_checkpointing).modules:
         change = partial(checkpoint_activations, model, section.modules, cpu_checkpointing=section.cpu_checkpointing)

@@ -20,19 +20,32 @@ _ROWS = 16  # of which the product with 4 bits takes a multiple
 _LEAST_ELEMENTS = 1 << 12  # smaller matrices cost more to quantise inputs for than their products take
 
 
+def levels_of_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Levels [out, in] of -127 to 127, and scales [out], of an fp32 matrix in 8 bits."""
+    scales = (weight.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    return (weight / scales[:, None]).round_(), scales
+
+
+def levels_of_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels [out, groups, 64] of 0 to 15 of an fp32 matrix in 4 bits, and [out, groups, 1] scales and what level 8
+    stands for, as the product takes it."""
+    groups = weight.reshape(len(weight), -1, _GROUP)
+    least, most = groups.aminmax(dim=2, keepdim=True)
+    scales = ((most - least) / 15).clamp_min(torch.finfo(torch.float32).tiny)
+    return ((groups - least) / scales).round_(), scales, least + 8 * scales
+
+
 class Int8Linear(nn.Module):
     """x Wᵀ + b with W [out, in] in int8 and x [..., in] in fp32. For inference: it has no gradient."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        exact = weight.detach().float()
-        scales = (exact.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
-        levels = (exact / scales[:, None]).round_().to(torch.int8)
+        levels, scales = levels_of_rows(weight.detach().float())
         zeros = torch.zeros(len(scales), dtype=torch.int64)
         with warnings.catch_warnings():  # torch means to part from such tensors; 2.15 has them
             warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")
-            quantized = torch._make_per_channel_quantized_tensor(levels, scales.double(), zeros, 0)
+            quantized = torch._make_per_channel_quantized_tensor(levels.to(torch.int8), scales.double(), zeros, 0)
         added = None if bias is None else bias.detach().float().contiguous()
         self._packed: Any = torch.ops.quantized.linear_prepack(quantized, added)
 
@@ -54,19 +67,13 @@ class WeightOnlyLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bits, self._bias = bits, None if bias is None else bias.detach()
-        groups = weight.detach().float().reshape(self.out_features, -1, self.in_features if bits == 8 else _GROUP)
-        tiny = torch.finfo(torch.float32).tiny
         if bits == 8:
-            scales = (groups.abs().amax(dim=2, keepdim=True) / 127).clamp_min(tiny)
-            self._packed = (groups / scales).round_().to(torch.int8).view(weight.shape)
-            self._scales = scales.flatten().bfloat16()
+            levels, scales = levels_of_rows(weight.detach().float())
+            self._packed, self._scales = levels.to(torch.int8), scales.bfloat16()
         else:
-            least, most = groups.aminmax(dim=2, keepdim=True)
-            scales = ((most - least) / 15).clamp_min(tiny)
-            levels = ((groups - least) / scales).round_().to(torch.int32).view(weight.shape)
-            self._packed = torch._convert_weight_to_int4pack_for_cpu(levels, 1)
-            # The product takes what the eighth of the sixteen levels stands for.
-            self._scales = torch.cat([scales, least + 8 * scales], dim=2).transpose(0, 1).contiguous().bfloat16()
+            levels, scales, middles = levels_of_groups(weight.detach().float())
+            self._packed = torch._convert_weight_to_int4pack_for_cpu(levels.to(torch.int32).view(weight.shape), 1)
+            self._scales = torch.cat([scales, middles], dim=2).transpose(0, 1).contiguous().bfloat16()
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
@@ -91,27 +98,36 @@ _MAKERS: dict[str, Callable[[Tensor, Tensor | None], nn.Module]] = {
 
 
 def quantize_linears(model: nn.Module, how: str) -> int:
-    """Put a quantised layer in place of every linear layer of `model` that is large enough; how many there were.
+    """Put a quantised layer in place of every one of `quantizable`; how many there were."""
+    found = quantizable(model, how)
+    for parent, name, layer in found:
+        setattr(parent, name, _MAKERS[how](weight_of(layer), layer.bias))
+    return len(found)
+
+
+def quantizable(model: nn.Module, how: str) -> list[tuple[nn.Module, str, Any]]:
+    """Parent, name and layer of the linear layers of `model` that are large enough.
 
     Transformers' Conv1D, linear with its matrix transposed, is one. Layers whose weights torch's own attention reads
-    past them stay, and those whose shapes the product with 4 bits does not take.
+    past them are not, and those whose shapes the product with 4 bits does not take.
     """
     found = [
-        (parent, name, *_weights(layer))
+        (parent, name, layer)
         for parent in model.modules()
         for name, layer in parent.named_children()
         if _is_linear(layer) and not isinstance(parent, _READ_WEIGHTS)
     ]
     if how == "int4":
-        found = [one for one in found if one[2].shape[0] % _ROWS == 0 and one[2].shape[1] % _GROUP == 0]
-    for parent, name, weight, bias in found:
-        setattr(parent, name, _MAKERS[how](weight, bias))
-    return len(found)
+        shapes = [weight_of(layer).shape for *_, layer in found]
+        fit = [rows % _ROWS == 0 and columns % _GROUP == 0 for rows, columns in shapes]
+        found = [one for one, fits in zip(found, fit, strict=True) if fits]
+    return found
 
 
-def _weights(layer: Any) -> tuple[Tensor, Tensor | None]:
-    """[out, in] and the bias."""
-    return layer.weight if isinstance(layer, nn.Linear) else layer.weight.T, layer.bias
+def weight_of(layer: Any) -> Tensor:
+    """[out, in]."""
+    weight: Tensor = layer.weight if isinstance(layer, nn.Linear) else layer.weight.T
+    return weight
 
 
 def _is_linear(layer: Any) -> bool:

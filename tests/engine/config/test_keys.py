@@ -160,4 +160,6 @@ COMPRESSED_NOWHERE: dict[str, Any] = {
 def test_a_section_is_off_where_all_its_parts_are() -> None:
     assert load_config(nested("compression_training", COMPRESSED_NOWHERE), 1)
     on = COMPRESSED_NOWHERE | {"layer_reduction": {"enabled": True}}
-    assert '"compression_training" is not supported: use torchao' in refusal(nested("compression_training", on))
+    assert '"compression_training" is not supported: give "quantized_training"' in refusal(
+        nested("compression_training", on)
+    )

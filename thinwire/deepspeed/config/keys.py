@@ -86,6 +86,8 @@ _HALVES = (
     "more ranks, or use zero_optimization.offload_optimizer"
 )
 
+_QUANTIZED = 'give "quantized_training": "int8-dynamic", "int8" or "int4"; for what else it does, use torchao'
+
 DECLINED: Mapping[str, Declined] = {
     # Precision and gradients
     "amp": Declined('it needs apex; use "bf16" or "fp16"'),
@@ -119,9 +121,9 @@ DECLINED: Mapping[str, Declined] = {
     "sequence_parallel_size": Declined("every rank is a data-parallel rank", (1,)),
     "curriculum_learning": Declined("order the data set itself"),
     "data_efficiency": Declined("order the data set itself"),
-    "compression_training": Declined("use torchao"),
-    "quantize_training": Declined("use torchao"),
-    "weight_quantization": Declined("use torchao"),
+    "compression_training": Declined(_QUANTIZED),
+    "quantize_training": Declined(_QUANTIZED),
+    "weight_quantization": Declined(_QUANTIZED),
     "hybrid_engine": Declined("generate with the model itself; delete it"),
 }
 

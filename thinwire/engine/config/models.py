@@ -283,6 +283,7 @@ class EngineConfig(Section):
 
     `train_batch_size` = `train_micro_batch_size_per_gpu` · `gradient_accumulation_steps` · replicas, in samples: ranks
     over `ranks_of_a_model`.
+    `quantized_training`: linear layers round as `thinwire.inference.convert(engine.module)` has them round then.
     `managed_gradient_accumulation` false: every step() moves the weights, by all backwards since the last one.
     """
 
@@ -308,6 +309,7 @@ class EngineConfig(Section):
     activation_checkpointing: ActivationCheckpointingConfig = Field(default_factory=ActivationCheckpointingConfig)
     sparse_attention: Mapping[str, Any] | None = None
     fast_encoder: bool = False
+    quantized_training: Literal["int8-dynamic", "int8", "int4"] | None = None
     progressive_layer_drop: LayerDropConfig = LayerDropConfig()
     steps_per_print: Annotated[WholeNumber | None, BeforeValidator(_never)] = Field(default=None, ge=1)
     wall_clock_breakdown: bool = False

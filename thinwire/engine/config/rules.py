@@ -286,6 +286,7 @@ def _parallelism(config: EngineConfig) -> Iterator[str]:
     cut = {
         "sparse_attention": config.sparse_attention is not None,
         "fast_encoder": config.fast_encoder,
+        "quantized_training": config.quantized_training is not None,
         "progressive_layer_drop": config.progressive_layer_drop.enabled,
         LOCAL_UPDATES: is_local_updates(name),
         "zero_optimization.stage 3": zero.stage == 3,
