@@ -6,6 +6,7 @@ import sys
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -63,10 +64,14 @@ def words(rank: int, step: int) -> Tensor:
     return (start + torch.arange(LENGTH) * torch.randint(1, 3, (8, 1), generator=generator)) % (WORDS - 1) + 1
 
 
-def alone(kind: str, ranks: int, steps: int, optimizer_class: Any = torch.optim.AdamW) -> list[tuple[float, float]]:
+Run = list[tuple[float, float]]
+"""Losses and norms by step."""
+
+
+def alone(kind: str, ranks: int, steps: int) -> Run:
     """One process that sees all ranks' data: losses and norms before clipping to 1."""
-    model, found = make(kind), []
-    optimizer = optimizer_class(model.parameters(), lr=3e-3, weight_decay=0.1)
+    model, found = make(kind), Run()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     for step in range(steps):
         optimizer.zero_grad()
         losses = [model(words(rank, step)) / ranks for rank in range(ranks)]
@@ -77,8 +82,8 @@ def alone(kind: str, ranks: int, steps: int, optimizer_class: Any = torch.optim.
     return found
 
 
-def train(model: nn.Module, optimizer: Any, steps: range, pieces: int = 1) -> list[tuple[float, float]]:
-    found = []
+def train(model: nn.Module, optimizer: Any, steps: range, pieces: int = 1) -> Run:
+    found = Run()
     for step in steps:
         optimizer.zero_grad()
         mean, given = torch.zeros(()), words(optimizer.comm.rank, step).chunk(pieces)
@@ -96,18 +101,26 @@ def train(model: nn.Module, optimizer: Any, steps: range, pieces: int = 1) -> li
     return found
 
 
-def close(found: list[tuple[float, float]], expected: list[tuple[float, float]], tolerance: float) -> None:
-    for step, (mine, other) in enumerate(zip(found, expected, strict=True)):
-        for one, wanted in zip(mine, other, strict=True):
-            assert math.isclose(one, wanted, rel_tol=tolerance), (step, mine, other)
+def at_first(found: Run) -> list[Run]:
+    """What every rank has found, on rank 0; nothing elsewhere."""
+    everyones: list[Run] = [found] * dist.get_world_size()
+    dist.all_gather_object(everyones, found)
+    return everyones if dist.get_rank() == 0 else []
+
+
+def close(found: Run, expected: Run, tolerance: float) -> None:
+    for one in at_first(found):
+        assert len(one) == len(expected)
+        for step, (mine, other) in enumerate(zip(one, expected, strict=True)):
+            assert mine == pytest.approx(other, rel=tolerance), (step, mine, other)
 
 
 def exact(mesh: DeviceMesh) -> None:
     """ShardedOptimizer with clipping against torch's AdamW in one process."""
     for kind in ("bert", "gpt"):
-        expected = alone(kind, mesh["dp"].size(), 5)
-        assert any(norm > 1 for _, norm in expected)
-        for stage, sequence, pieces in ((0, False, 1), (1, kind == "gpt", 2), (2, False, 1))[: 2 + (kind == "gpt")]:
+        expected = alone(kind, mesh["dp"].size(), 5) if dist.get_rank() == 0 else []
+        assert dist.get_rank() or any(norm > 1 for _, norm in expected)
+        for stage, sequence, pieces in ((0, False, 1),) if kind == "bert" else ((1, True, 2), (2, False, 1)):
             model = make(kind).cut(mesh["tp"], sequence)
             options: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "bucket_bytes": 4000, "block_size": 64}
             params = model.named_parameters() if stage else [one for _, one in model.named_parameters()]
@@ -149,8 +162,9 @@ BUILDS = {
 
 
 def compressed(mesh: DeviceMesh) -> None:
-    """1-bit optimizers against the same on whole models: as exact in the warmup, and near once frozen."""
-    for name, stage in (("adam", 0), ("adam", 2), ("lamb", 1), ("zero_one", 0), ("zero_one", 1)):
+    """1-bit optimizers against the same on whole models: as exact in the warmup, and near once frozen. 1-bit Adam at
+    stage 0: `cube` of tests/parallel."""
+    for name, stage in (("adam", 2), ("lamb", 1), ("zero_one", 0), ("zero_one", 1)):
         build = BUILDS[name]
 
         made = make("gpt")
@@ -159,14 +173,15 @@ def compressed(mesh: DeviceMesh) -> None:
             model = copy.deepcopy(made)
             return train(model, build(model, comm=comm, stage=stage), range(2 * FREEZE))
 
-        expected = threads.run(unsplit, mesh["dp"].size())[0]
+        expected = threads.run(unsplit, mesh["dp"].size())[0] if dist.get_rank() == 0 else []
         model = make("gpt").cut(mesh["tp"])
         optimizer = build(model, mesh=mesh["dp"], stage=stage)
         found = train(model, optimizer, range(2 * FREEZE))
         warm = FREEZE if name in ("adam", "lamb") else 1
         close(found[:warm], expected[:warm], 1e-4)
-        last, wanted = (sum(loss for loss, _ in one[-6:]) for one in (found, expected))
-        assert abs(last / wanted - 1) < 0.01, (name, stage, last, wanted)
+        for one in at_first(found):
+            last, wanted = (sum(loss for loss, _ in run[-6:]) for run in (one, expected))
+            assert abs(last / wanted - 1) < 0.01, (name, stage, last, wanted)
         optimizer.synchronize_weights()
         same_replicas(mesh, model)
         if name != "zero_one":  # whose local steps take what is not finite for zero
@@ -194,7 +209,7 @@ def _skip_together(mesh: DeviceMesh, model: nn.Module, optimizer: Any) -> None:
 
 def resume(mesh: DeviceMesh) -> None:
     """A state_dict goes on to the bit on its own rank's part, and on no other."""
-    for name, stage in (("adam", 0), ("adam", 1), ("lamb", 0)):
+    for name, stage in (("adam", 1), ("lamb", 0)):
         model = make("gpt").cut(mesh["tp"])
         optimizer = BUILDS[name](model, mesh=mesh["dp"], stage=stage)
         train(model, optimizer, range(FREEZE + 3))
@@ -227,7 +242,7 @@ def sharded(mesh: DeviceMesh) -> None:
 
     rank, sent = dist.get_rank(), {}
     for kind in ("bert", "gpt"):
-        expected = alone(kind, dist.get_world_size(), 6)
+        expected = alone(kind, dist.get_world_size(), 6) if dist.get_rank() == 0 else []
         for codec, tolerance in ((None, 1e-5), (("int4", "int4"), 1e-2)):
             model, options = cut(kind), {"mesh": mesh["dp"], "max_norm": 1.0, "lr": 3e-3, "weight_decay": 0.1}
             if codec is None:
