@@ -36,6 +36,7 @@ HARNESSES = {
     "interrupts": Harness("turns.interrupts", 220, 6),
     "forks": Harness("forks.run", 70, 0),
     "elastic": Harness("elastic.run", 50, 0),
+    "heal": Harness("heal.run", 200, 0),
     "garbage": Harness("elastic.garbage", 50, 0),
     "many_parameters": Harness("training.many_parameters", 10_000, 15),
 }

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import product
@@ -161,7 +161,7 @@ def live(number: int, address: str, trial: Trial, ledger: int) -> None:
     worker, rank = divmod(number, trial.size)
     death = trial.deaths.get(number)
     if death is not None and death.delay is None:
-        kill_self_at(death)
+        kill_self_at(death, POINTS)
     if trial.garbage is not None and trial.garbage[0] == worker:
         send_garbage(*trial.garbage[1:])
     model = Tower()
@@ -203,9 +203,9 @@ def node_of(worker: int, rank: int, size: int, address: str) -> Communicator:
     return TorchCommunicator(timeout=LIMIT_SECONDS / 2)
 
 
-def kill_self_at(death: Death) -> None:
+def kill_self_at(death: Death, points: Mapping[str, tuple[Any, str]]) -> None:
     """End this process by SIGKILL before or after a call."""
-    owner, name = POINTS[death.point]
+    owner, name = points[death.point]
     inner, left = getattr(owner, name), [death.count]
 
     def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -237,7 +237,9 @@ def send_garbage(kind: str, first: int) -> None:
     setattr(ElasticHome, "_leave", leave)  # noqa: B010
 
 
-def run_trial(trial: Trial) -> tuple[list[list[str]], dict[int, int]]:
+def run_trial(
+    trial: Trial, live: Callable[[int, str, Any, int], None] = live, workers: int = WORKERS
+) -> tuple[list[list[str]], dict[int, int]]:
     """What the ledger says, word by word, and each process's exit code; -SIGALRM for one that hung."""
     address = f"127.0.0.1:{free_port()}"
     reader, writer = os.pipe()
@@ -248,14 +250,14 @@ def run_trial(trial: Trial) -> tuple[list[list[str]], dict[int, int]]:
         for number in range(worker * trial.size, (worker + 1) * trial.size):
             processes[number] = fork(lambda number=number: live(number, address, trial, writer))  # type: ignore[misc]
 
-    for worker in range(WORKERS):
+    for worker in range(workers):
         begin(worker)
     lines: list[str] = []
     codes: dict[int, int] = {}
     try:
         os.set_blocking(reader, False)
         clock = Clock(reader, lines)
-        everybody = WORKERS * trial.size
+        everybody = workers * trial.size
         clock.wait(lambda: sum(line.startswith("ready") for line in lines) == everybody or ended(processes, codes))
         began = time.monotonic()
         due: list[tuple[float, Callable[[], None]]] = [
@@ -271,7 +273,7 @@ def run_trial(trial: Trial) -> tuple[list[list[str]], dict[int, int]]:
                         lambda number=number, kind=kind: send(kind, processes[number], number in codes),  # type: ignore[misc]
                     )
                 )
-        due += [(delay, lambda worker=worker: begin(worker)) for worker, delay in enumerate(trial.late, WORKERS)]  # type: ignore[misc]
+        due += [(delay, lambda worker=worker: begin(worker)) for worker, delay in enumerate(trial.late, workers)]  # type: ignore[misc]
         for delay, action in sorted(due, key=lambda one: one[0]):
             clock.wait(lambda delay=delay: time.monotonic() >= began + delay)  # type: ignore[misc]
             action()

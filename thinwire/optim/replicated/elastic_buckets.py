@@ -11,6 +11,7 @@ from typing_extensions import override
 from thinwire.comm import CommunicationError, Communicator
 from thinwire.compress.exchange import Exchange
 from thinwire.compress.packet import PacketError
+from thinwire.optim.bucket import Bucket
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.replicated.synchronizer import Synchronizer
 from thinwire.zero.backward import BackwardWatcher
@@ -61,9 +62,23 @@ class ElasticSynchronizer(Synchronizer):
             self.watcher.try_to(super()._on_whole)
 
 
-def hand_on(before: FreezeGroup, after: FreezeGroup) -> None:
+Owned = dict[tuple[int, str], tuple[slice, Tensor]]
+"""Owners' residuals and the elements that they are of, by the bucket's number and which of its exchanges it is."""
+
+
+def owned_residuals(groups: Iterable[FreezeGroup]) -> Owned:
+    """Those of this rank."""
+    found: Owned = {}
+    for bucket in (bucket for group in groups for bucket in group.buckets):
+        for kind, exchange in _with_residuals(bucket):
+            if exchange.owner_residual is not None:
+                found[bucket.index, kind] = exchange.owner_place, exchange.owner_residual
+    return found
+
+
+def hand_on(before: FreezeGroup, after: FreezeGroup, owned: Owned) -> None:
     """Have the same buckets, cut for other ranks, go on with what they held: all of the state, a worker's own residual,
-    and of an owner's what this rank owns again."""
+    and what this rank owns again of what it has `owned`."""
     after.peak, after.left_out_steps = before.peak, before.left_out_steps
     if after.clock.frozen_at is not None and after.algorithm.frozen_state:
         after.storage.begin_frozen_state()
@@ -71,24 +86,29 @@ def hand_on(before: FreezeGroup, after: FreezeGroup) -> None:
         for name, values in old.state.items():
             new.state[name][: new.layout.numel].copy_(values[: new.layout.numel])
         old.state.clear()
-        if old._compressed is not None:
-            _hand_on_residuals(old._compressed, new.compressed)
-        if old.rounds_averages:
-            assert old.averaging is not None
-            assert new.averaging is not None
-            new.residual_scale = old.residual_scale
-            _hand_on_residuals(old.averaging, new.averaging)
+        new.residual_scale = old.residual_scale
+        kept = dict(_with_residuals(old))
+        for kind, exchange in _with_residuals(new, also_new="compressed" in kept):
+            if kind in kept and exchange.worker_residual is not None:
+                residual = kept[kind].worker_residual
+                assert residual is not None
+                exchange.worker_residual[: exchange.numel].copy_(residual[: exchange.numel])
+            if (new.index, kind) in owned:
+                _own_again(exchange, *owned[new.index, kind])
     after.restore()
 
 
-def _hand_on_residuals(before: Exchange, after: Exchange) -> None:
-    if before.worker_residual is not None and after.worker_residual is not None:
-        after.worker_residual[: after.numel].copy_(before.worker_residual[: after.numel])
-    old, new = before.owner_residual, after.owner_residual
-    if old is None or new is None:
-        return
-    first = max(before.owner_place.start, after.owner_place.start)
-    last = min(before.owner_place.stop, after.owner_place.stop)
-    if first < last:
-        kept = old[first - before.owner_place.start : last - before.owner_place.start]
-        new[first - after.owner_place.start : last - after.owner_place.start].copy_(kept)
+def _with_residuals(bucket: Bucket, *, also_new: bool = False) -> list[tuple[str, Exchange]]:
+    """Exchanges that keep residuals from step to step; `also_new`: one that compresses is made if there is none."""
+    found = [("compressed", bucket.compressed)] if also_new or bucket._compressed is not None else []
+    if bucket.rounds_averages:
+        assert bucket.averaging is not None
+        found.append(("averaging", bucket.averaging))
+    return found
+
+
+def _own_again(exchange: Exchange, place: slice, residual: Tensor) -> None:
+    mine, own = exchange.owner_place, exchange.owner_residual
+    first, last = max(place.start, mine.start), min(place.stop, mine.stop)
+    if own is not None and first < last:
+        own[first - mine.start : last - mine.start].copy_(residual[first - place.start : last - place.start])

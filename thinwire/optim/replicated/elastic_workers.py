@@ -26,7 +26,7 @@ from thinwire.comm.torch_backend import GenerationCommunicator
 from thinwire.compress.packet import PacketError
 from thinwire.optim.elastic_job import enter_elastic_job
 from thinwire.optim.options import HomeOptions
-from thinwire.optim.replicated.elastic_buckets import ElasticSynchronizer, hand_on
+from thinwire.optim.replicated.elastic_buckets import ElasticSynchronizer, Owned, hand_on, owned_residuals
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.optim.replicated.synchronizer import FreezeGroups, SynchronizedBackward
 from thinwire.optim.step import Send
@@ -100,6 +100,7 @@ class ElasticWorkers:
         self._names_now: list[str] = []  # of `_group`
         self._names_sent: list[str] = []  # of `comm`
         self._moved = self._in_the_job = self._is_over = False
+        self._owned: Owned = {}  # as the last committed step left it, however often the buckets are cut after it
         self._bytes_earlier = 0
         settings = json.loads(json.dumps(compared, default=repr))
         table = self._table
@@ -156,6 +157,7 @@ class ElasticWorkers:
         if wanted is None:
             return False
         self._committed, self._phase, self._wanted = self._committed + 1, StepPhase.APPLYING, wanted
+        self._owned = {}
         return True
 
     def _look_around(self) -> None:
@@ -278,9 +280,11 @@ class ElasticWorkers:
         """Cut all buckets for the workers that there are by now."""
         if not self._moved:
             return
+        if not self._owned:
+            self._owned = owned_residuals(self._layout.groups)
         before = self._layout.cut_anew(Wire(self._group, self._options, decisions=self.decisions))
         for group in self._layout.groups:
-            hand_on(before.pop(0), group)
+            hand_on(before.pop(0), group, self._owned)
         self.comm, self._names_sent, self._moved = self._group, self._names_now, False
         self._synchronizer.move(self._group)
 

@@ -1,0 +1,302 @@
+"""1-bit optimizers whose workers are killed by SIGKILL in any part of a step, two at once, in a meeting, while another
+joins, or held up, and die while joining: those that are left end with the bits of a run, on threads, whose workers left
+and came at the same steps, and every sample counts once an epoch.
+
+``python -m tests.chaos.heal 50 7`` runs 50 jobs from seed 7. Optimizers, and jobs of 4 and 6 workers, take turns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch.distributed import HashStore
+from torch.utils.data import DataLoader, TensorDataset
+
+import thinwire
+from tests.chaos.elastic import (
+    LIMIT_SECONDS,
+    LONGEST_DELAY,
+    SILENCE,
+    TOO_LATE,
+    Death,
+    Trial,
+    kill_self_at,
+    run_trial,
+)
+from tests.chaos.harness import Outcome
+from tests.chaos.kills import in_own_process, load_kernels
+from tests.engine.checkpoint.kill import exit_code, fork
+from tests.optim.diloco.tower import Tower, flat, together
+from thinwire.comm import CommunicationError, communicator, elastic
+from thinwire.comm.decisions import Decisions
+from thinwire.comm.membership import Membership
+from thinwire.comm.torch_backend import GenerationCommunicator
+from thinwire.optim import elastic_job
+from thinwire.optim.replicated.elastic_workers import ElasticWorkers
+
+STEPS = 60
+SIZE, BATCH, MICRO_BATCH = 240, 48, 4
+PACE = 0.01
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adam": (thinwire.OneBitAdam, {"freeze_step": 20, "max_norm": 1.0}),
+    "adam after int4": (thinwire.OneBitAdam, {"freeze_step": 20, "warmup_wire": "int4", "codec": "stat2"}),
+    "lamb": (thinwire.OneBitLamb, {"freeze_step": 20}),
+    "lion": (thinwire.OneBitLion, {}),
+    "zero-one adam": (thinwire.ZeroOneAdam, {"var_freeze_step": 20, "local_step_scaler": 8, "local_step_clipper": 4}),
+}
+POINTS: dict[str, tuple[Any, str]] = {
+    "leg 1": (GenerationCommunicator, "all_to_all"),
+    "leg 2 or commit": (GenerationCommunicator, "all_gather"),
+    "commit": (Decisions, "commit"),
+    "decision": (Decisions, "_decide"),
+    "move": (ElasticWorkers, "_move"),
+    "meet": (Membership, "meet"),
+    "decide": (Membership, "_decided"),
+    "connect": (Membership, "connect"),
+    "join": (ElasticWorkers, "_join"),
+    "hand over": (ElasticWorkers, "_hand_over"),
+    "finish": (Membership, "finish"),
+}
+_TRAINING = ("leg 1", "leg 2 or commit", "commit", "decision", "finish")
+_MEETING = ("meet", "decide", "connect", "join", "hand over", "move")
+
+
+@dataclass(frozen=True)
+class Job(Trial):
+    """A trial of `workers` with the optimizer `kind`."""
+
+    kind: str = "adam"
+    workers: int = 4
+
+    @classmethod
+    def of(cls, source: random.Random, kind: str, workers: int) -> Job:
+        what = source.choice(
+            ("one", "one", "two at once", "in the meeting", "joins", "joins, and one dies", "a joiner dies", "held up")
+        )
+        first, second = source.sample(range(workers), 2)
+        delay = Death(source.random() * LONGEST_DELAY)
+        death = delay if source.random() < 0.3 else Death.random(source, _TRAINING, 60)
+        again = Death(None, source.choice(_MEETING), 2, source.random() < 0.5)
+        joiner = Death.random(source, _MEETING, 1)
+        late = (source.random() * LONGEST_DELAY,)
+        deaths, comes = {
+            "one": ({first: death}, ()),
+            "two at once": ({first: delay, second: delay if source.random() < 0.5 else death}, ()),
+            "in the meeting": ({first: death, second: again}, ()),
+            "joins": ({}, late),
+            "joins, and one dies": ({first: death}, late),
+            "a joiner dies": ({workers: joiner, first: death}, (0.2, 0.4)),
+            "held up": ({}, ()),
+        }[what]
+        held_up = {first: source.random()} if what == "held up" else {}
+        pace = 0.1 if held_up else PACE
+        return cls(what, deaths, comes, held_up, pace=pace, kind=kind, workers=workers)  # type: ignore[arg-type]
+
+
+def make(kind: str, model: Tower, settings: thinwire.Elastic) -> Any:
+    made, options = KINDS[kind]
+    return made(model.named_parameters(), lr=0.01, block_size=64, elastic=settings, **options)
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(SIZE, 5, generator=generator)
+    return TensorDataset(torch.arange(SIZE), inputs, inputs.sum(1, keepdim=True).mul(0.5).sin())
+
+
+def digest(model: Tower) -> str:
+    return hashlib.sha256(flat(model.parameters()).numpy().tobytes()).hexdigest()[:16]
+
+
+def train(model: Tower, optimizer: Any, on_step: Any, before_step: Any, pace: float) -> None:
+    """To the end; `on_step` hears of the dealing, `before_step` is told the samples."""
+    workers: ElasticWorkers = optimizer._home.workers
+    sampler = thinwire.ElasticBatchSampler(optimizer, SIZE, batch=BATCH, micro_batch=MICRO_BATCH)
+    deal = workers.on_step
+
+    def note(dealt_to: list[str], took_part: list[str] | None) -> None:
+        on_step(optimizer.steps, dealt_to, took_part)
+        deal(dealt_to, took_part)
+
+    workers.on_step = note
+    for step in sampler.steps(DataLoader(data(), batch_sampler=sampler)):
+        samples: list[int] = []
+        for numbers, inputs, wanted in step:
+            (step.weight * (model(inputs) - wanted).square().mean()).backward()
+            samples += numbers.tolist()
+        before_step(optimizer.steps, samples)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(pace)
+        if optimizer.steps >= STEPS:
+            break
+    optimizer.synchronize_weights()
+
+
+def live(number: int, address: str, job: Job, ledger: int) -> None:
+    """A worker's process."""
+    death = job.deaths.get(number)
+    if death is not None and death.delay is None:
+        kill_self_at(death, POINTS)
+    model = Tower()
+    settings = thinwire.Elastic(
+        job.workers, address=address, timeout=LIMIT_SECONDS / 2, join_timeout=30.0, silence=SILENCE
+    )
+
+    def write(*words: object) -> None:
+        os.write(ledger, (" ".join(map(str, words)) + "\n").encode())
+
+    try:
+        optimizer = make(job.kind, model, settings)
+        name = optimizer._home.workers.membership.name
+        write("ready", number, name)
+        train(
+            model,
+            optimizer,
+            lambda step, dealt, took: write("step", number, step, ",".join(dealt), ",".join(took or ["-"])),
+            lambda step, samples: write("read", name, step, ",".join(map(str, samples))),
+            job.pace,
+        )
+    except CommunicationError as error:
+        write("error", number, error)
+        late = "is over" in str(error) or "took this one for dead" in str(error)
+        os._exit(TOO_LATE if late else 1)
+    write("end", number, digest(model))
+
+
+def judge(job: Job) -> list[str]:
+    """What is wrong with a job's end."""
+    lines, codes = run_trial(job, live, job.workers)
+    errors = {int(line[1]): " ".join(line[2:]) for line in lines if line[0] == "error"}
+    bad = []
+    for number, code in codes.items():
+        allowed = {0, -9} if number in job.deaths else {0}
+        allowed |= {TOO_LATE} if number >= job.workers or number in job.held_up else set()
+        if code not in allowed:
+            bad.append(f"process {number} ended with {code}: {errors.get(number, '')}")
+    ends = {int(line[1]): line[2] for line in lines if line[0] == "end"}
+    dealt: dict[int, tuple[list[str], list[str] | None]] = {}
+    for line in lines:
+        if line[0] == "step":
+            told = line[3].split(","), None if line[4] == "-" else line[4].split(",")
+            if dealt.setdefault(int(line[2]), told) != told:
+                bad.append(f"step {line[2]}: {told} and {dealt[int(line[2])]}")
+    if len(set(ends.values())) != 1:
+        return [f"{job}: {one}" for one in [*bad, f"weights differ: {ends}"]]
+    read = {(line[1], int(line[2])): list(map(int, line[3].split(","))) for line in lines if line[0] == "read"}
+    bad += miscounted(dealt, read)
+    replayed = in_a_fork(lambda: replay(job.kind, dealt))
+    if replayed not in ends.values():
+        bad.append(f"weights {ends}, of workers that leave and come as these did {replayed}")
+    return [f"{job}: {one}" for one in bad]
+
+
+def miscounted(
+    dealt: dict[int, tuple[list[str], list[str] | None]], read: dict[tuple[str, int], list[int]]
+) -> list[str]:
+    """What is wrong with how often samples counted."""
+    counted, pending = Counter[int](range(SIZE)), list[int]()
+    for step, (_, took_part) in sorted(dealt.items()):
+        pending.append(step)
+        if took_part is not None:
+            counted.update(sample for name in took_part for one in pending for sample in read[name, one])
+            pending = []
+    few, many = min(counted.values()), max(counted.values())
+    return [] if many - few <= 1 else [f"some samples counted {few - 1} times, some {many - 1}"]
+
+
+def replay(kind: str, dealt: dict[int, tuple[list[str], list[str] | None]]) -> str:
+    """How workers on threads end that leave and come at the steps at which those of a job did."""
+    elastic._INTERVAL, communicator._ALARM_INTERVAL = 0.02, 0.02
+    store = HashStore()
+    elastic_job.reach = lambda settings: (store, "here")
+    first = dealt[min(dealt)][0]
+    settings = thinwire.Elastic(len(first), address="here:1", timeout=60.0, join_timeout=60.0, silence=20.0)
+    comes = {step: [one for one in dealt[step][0] if one not in dealt[step - 1][0]] for step in dealt if step}
+    begins = {step: threading.Event() for step in comes}
+
+    def waiting(generation: int) -> int:
+        return int(store.add(f"thinwire/job/{generation}/count", 0))
+
+    def body(name: str, step: int, place: int) -> str | None:
+        if step:
+            assert begins[step].wait(60)
+        generation = int(store.get("thinwire/job/latest")) + 1 if step else 1
+        while waiting(generation) < place:
+            time.sleep(0.005)
+        model = Tower()
+        optimizer = make(kind, model, settings)
+
+        def before_step(at: int, samples: list[int]) -> None:
+            took_part = dealt[at][1]
+            if took_part is not None and name not in took_part:
+                raise SystemExit
+            if comes.get(at + 1):
+                number = optimizer._home.workers.membership.generation.number + 1
+                begins[at + 1].set()
+                while waiting(number) < len(comes[at + 1]) or not optimizer._home.workers.membership.wanted:
+                    time.sleep(0.005)
+
+        try:
+            train(model, optimizer, lambda *_: None, before_step, 0.0)
+        except SystemExit:
+            optimizer.close()
+            return None
+        return digest(model)
+
+    roles = [(name, 0, place) for place, name in enumerate(first)]
+    roles += [(name, step, place) for step, names in comes.items() for place, name in enumerate(names)]
+    ends = together([lambda role=role: body(*role) for role in roles])
+    (end,) = {one for one in ends if one is not None}
+    return end
+
+
+def in_a_fork(call: Any) -> str:
+    reader, writer = os.pipe()
+    process = fork(lambda: os.write(writer, call().encode()))
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        text = told.read()
+    exit_code(process)
+    return text
+
+
+def run(count: int, seed: int, python: str = sys.executable) -> Outcome:
+    """Run so many jobs, in a process of their own."""
+    outcome = Outcome()
+    done = in_own_process(python, "tests.chaos.heal", str(count), str(seed))
+    lines = done.stdout.splitlines()
+    for line in lines[:count]:
+        outcome.note([line] if line != "good" else [])
+    if done.returncode or len(lines) < count:
+        outcome.note([f"{done.returncode}: {done.stderr[-800:]}"])
+    return outcome
+
+
+def main(count: int, seed: int) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    load_kernels("sign1", "stat2")
+    source = random.Random(seed)
+    forms = list(product(KINDS, (4, 6)))
+    for number in range(count):
+        begin = time.monotonic()
+        job = Job.of(source, *forms[number % len(forms)])
+        bad = judge(job)
+        print(f"{time.monotonic() - begin:.1f} s {job}", file=sys.stderr, flush=True)
+        print("; ".join(bad).replace("\n", " ") or "good", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
