@@ -1,5 +1,7 @@
 """OneBitAdam and its kin on workers that come and go, as threads that meet at a store of their process."""
 
+import copy
+import re
 import threading
 import time
 from collections import Counter
@@ -276,3 +278,60 @@ def test_every_sample_counts_once_an_epoch_in_batches_of_one_size(kind: str) -> 
         pending = [] if took is not None else pending
     assert max(counted.values()) - min(counted.values()) <= 1
     assert len(counted) == 60
+
+
+@pytest.mark.parametrize("kind", ["adam", "adam, int4 warmup", "zero-one adam"])
+@pytest.mark.parametrize("at", [4, 11])
+def test_a_job_resumes_in_another_bit_for_bit(kind: str, at: int) -> None:
+    saved, weights = dict[int, dict[str, Any]](), dict[int, dict[str, Tensor]]()
+
+    def body(resumes: bool, until: int, elastic: Any) -> Tensor:
+        model = Tower()
+        if resumes:
+            model.load_state_dict(weights[0])
+        optimizer, workers = make(model, kind, elastic=elastic)
+        number = workers.dealt_to.index(workers.membership.name)
+        if resumes:
+            optimizer.load_state_dict(saved[number])
+            assert optimizer.steps == at
+        while optimizer.steps < until:
+            if optimizer.steps == at and not resumes:
+                saved[number], weights[number] = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+            step(model, optimizer, number)
+        optimizer.synchronize_weights()
+        return flat(model.parameters())
+
+    def job() -> Any:
+        return replace(SETTINGS, job=f"job {next(_JOBS)}")
+
+    first, second = job(), job()
+    whole = together([lambda: body(False, 20, first)] * 3)
+    again = together([lambda: body(True, 20, second)] * 3)
+    assert all(torch.equal(whole[0], one) for one in [*whole, *again])
+
+
+def test_all_workers_begin_at_the_same_state() -> None:
+    """Of three one has loaded nothing: it alone ends."""
+
+    def body(number: int) -> str:
+        model = Tower()
+        optimizer, _ = make(model, "adam", elastic=SETTINGS)
+        if number:
+            optimizer.load_state_dict(alone)
+        try:
+            step(model, optimizer, 0)
+        except MembershipError as error:
+            return str(error)
+        with pytest.raises(RuntimeError, match="load a state before the first step"):
+            optimizer.load_state_dict(alone)
+        optimizer.synchronize_weights()
+        return f"{optimizer.steps}"
+
+    model = Tower()
+    optimizer, _ = make(model, "adam", elastic=replace(SETTINGS, workers=1, job="alone"))
+    step(model, optimizer, 0)
+    alone = optimizer.state_dict()
+    optimizer.synchronize_weights()
+    refused, *others = together([lambda: body(0), lambda: body(1), lambda: body(2)])
+    assert re.match("this worker begins at step 0, and others at step 1, .*: load what one worker saved", refused)
+    assert others == ["2", "2"]

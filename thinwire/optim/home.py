@@ -281,8 +281,9 @@ def ranks_with_state(source: SliceSource, comm: Communicator) -> list[int] | Non
     return None if any(TRAFFIC not in source.rank_keys(rank) for rank in ranks) else ranks
 
 
-def slices(group: FreezeGroup, names: Sequence[str], rank: int) -> list[SavedSlice]:
-    """The share of `rank` of what all ranks hold, what it keeps as an owner, and the residual that it owns."""
+def slices(group: FreezeGroup, names: Sequence[str], rank: int, *, alone: bool = False) -> list[SavedSlice]:
+    """The share of `rank` of what all ranks hold, what it keeps as an owner, and the residual that it owns; `alone`:
+    with zeros where others own it."""
     found: list[SavedSlice] = []
     own_weights = group.local is not None and group.clock.frozen_at is not None
     for bucket in group.buckets:
@@ -295,8 +296,12 @@ def slices(group: FreezeGroup, names: Sequence[str], rank: int) -> list[SavedSli
                 found.append(SavedSlice(kind, names[run.parameter], run.start, one))
         for prefix, exchange in _with_residuals(group, bucket):
             if (residual := exchange.owner_residual) is not None:
-                kind = prefix + _OWNER_RESIDUAL
-                for run in runs_in(bucket.layout, exchange.owner_place):
+                kind, place = prefix + _OWNER_RESIDUAL, exchange.owner_place
+                if alone:
+                    whole, place = residual.new_zeros(exchange.padded_numel), exchange.worker_place
+                    whole[exchange.owner_place] = residual
+                    residual = whole
+                for run in runs_in(bucket.layout, place):
                     found.append(SavedSlice(kind, names[run.parameter], run.start, residual[run.place]))
     return found
 

@@ -317,4 +317,5 @@ class CompressedOptimizer(SynchronizedOptimizer):
     @property
     def workers(self) -> int:
         """How many ranks average gradients; of an elastic job, since the last step."""
-        return self._home.comm.size
+        elastic = self._home.workers if isinstance(self._home, ReplicatedHome) else None
+        return self.comm.size if elastic is None else elastic.comm.size

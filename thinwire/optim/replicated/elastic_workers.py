@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
@@ -47,11 +48,13 @@ class StepPhase(IntEnum):
 
 @dataclass(frozen=True)
 class Position:
-    """A worker's, as it says at a meeting: steps that were committed, its phase since, and decisions that it knows."""
+    """A worker's, as it says at a meeting: steps that were committed, its phase since, and decisions that it knows.
+    `begins_at`: what tells the state apart that it has loaded, if it has."""
 
     committed: int
     phase: int
     decided: int
+    begins_at: str = ""
 
     @property
     def at(self) -> tuple[int, int]:
@@ -97,6 +100,7 @@ class ElasticWorkers:
         self.on_step: Callable[[list[str], list[str] | None], None] = lambda dealt_to, took_part: None
         self.in_use = False
         self._committed, self._phase, self._wanted = 0, StepPhase.BETWEEN, False
+        self._begins_at = ""
         self._names_now: list[str] = []  # of `_group`
         self._names_sent: list[str] = []  # of `comm`
         self._moved = self._in_the_job = self._is_over = False
@@ -169,6 +173,22 @@ class ElasticWorkers:
         self._phase = StepPhase.SENDING
         self._move()
 
+    # Resuming
+
+    def check_may_load(self) -> None:
+        """Raise RuntimeError if this worker has begun."""
+        if self.in_use or self._committed:
+            raise RuntimeError(
+                "this worker's job has begun: load a state before the first step, on all workers of a new job. Who "
+                "joins gets the job's state by itself"
+            )
+
+    def begin_at(self, state: str) -> None:
+        """Go on from a state that was loaded, as all other workers do. Collective."""
+        self._begins_at, self._owned = state, {}
+        self._meet(alarm=True)
+        self._go_on()
+
     # The end
 
     def end(self, step: int) -> None:
@@ -212,7 +232,8 @@ class ElasticWorkers:
         is between two steps."""
         lost: list[str] = []
         for _ in range(_ATTEMPTS):
-            mine = Position(self._committed, self._phase, self.decisions.passed) if self._in_the_job else None
+            at = self._committed, self._phase, self.decisions.passed, self._begins_at
+            mine = Position(*at) if self._in_the_job else None
             generation = self.membership.meet(None if mine is None else asdict(mine), alarm=alarm)
             lost += self.membership.departures
             said = [None if one.record is None else Position(**one.record) for one in generation.entries]
@@ -241,6 +262,13 @@ class ElasticWorkers:
         new = [number for number, one in enumerate(said) if one is None]
         if not stay and self.membership.begun:
             raise MembershipError("no worker is left that has the job's weights: start a new job, from a checkpoint")
+        begin = Counter(one.begins_at for one in said if one is not None).most_common(1)
+        if self._in_the_job and begin and begin[0][0] != self._begins_at:
+            self.membership.leave()
+            raise MembershipError(
+                f"this worker begins at {self._begins_at or 'step 0'}, and others at {begin[0][0] or 'step 0'}: load "
+                "what one worker saved, or each what it saved after the same step, on all workers of a new job"
+            )
         if new:  # then all are between the same two steps
             self.dealt_to = generation.names
         group = self.membership.connect(range(len(said)), "exchange").comm
@@ -295,11 +323,12 @@ class ElasticWorkers:
         group = self.membership.connect(members, "state").comm
         assert group is not None
         counted = {"committed": self._committed, "decided": self.decisions.passed, "shared_data": self.shared_data}
+        counted["begins_at"] = self._begins_at
         mine = json.dumps({**counted, "where": self._save()}).encode() if group.rank == 0 else b""
         told = json.loads(group.all_gather_bytes(mine, "hand over its state")[0])
         if group.rank:
             self._committed, self.decisions.passed = told["committed"], told["decided"]
-            self.shared_data = told["shared_data"]
+            self.shared_data, self._begins_at = told["shared_data"], told["begins_at"]
             self._load(told["where"])
             self._begin_as(told["where"]["freeze_groups"])
         broadcast_from_rank_0(group, self._everything())

@@ -29,7 +29,7 @@ from thinwire.optim.wire import Wire
 from thinwire.zero import Slot, rank_checks
 from thinwire.zero.bucket_layout import model_state_formula
 from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, ParameterState, StepResult
-from thinwire.zero.replica import Replica
+from thinwire.zero.replica import Replica, checksum
 from thinwire.zero.saved_state import SavedSlice, SliceSource, counters_of, take_over_settings
 from thinwire.zero.sharded_home import ComparisonTimes
 
@@ -66,7 +66,7 @@ class ReplicatedHome(AlgorithmHome):
         self.add_parameters()
         if options.elastic is not None:
             self.workers, self.grows = _enter(self, options.elastic, optimizer.param_groups), False
-            self.comm, self._decisions = self.workers.comm, self.workers.decisions
+            self._decisions = self.workers.decisions
 
     # What it reports
 
@@ -101,7 +101,6 @@ class ReplicatedHome(AlgorithmHome):
         self._synchronizer.end_step()
         if workers is not None:
             workers.end_step()
-            self.comm = workers.comm
         return result
 
     def capture(self, graphs: CudaGraphs) -> StepCapture:
@@ -209,7 +208,8 @@ class ReplicatedHome(AlgorithmHome):
     @override
     def saved_slices(self) -> list[SavedSlice]:
         names = self._table.names
-        found = [one for group in self.groups for one in slices(group, names, self.comm.rank)]
+        rank, alone = self.comm.rank, self.workers is not None
+        found = [one for group in self.groups for one in slices(group, names, rank, alone=alone)]
         placed = {slot.parameter for bucket in self._layout.buckets for slot in bucket.layout.slots}
         waiting = [index for index, one in enumerate(self.parameters) if index not in placed and one.requires_grad]
         for index in waiting if self.comm.rank == 0 else ():
@@ -237,6 +237,8 @@ class ReplicatedHome(AlgorithmHome):
     @override
     def load(self, source: SliceSource) -> None:
         """Residuals that cannot be had start from zero, with a warning."""
+        if self.workers is not None:
+            self.workers.check_may_load()
         saved = source.counters()
         if "weight" in source.kinds():
             self.load_weights(source)
@@ -255,6 +257,8 @@ class ReplicatedHome(AlgorithmHome):
         self._comparisons.shared_at = saved.get("shared_at", saved["step"])
         self.loss_scale = saved["loss_scale"]
         self._synchronizer.prepare()
+        if self.workers is not None:
+            self.workers.begin_at(f"step {self.steps}, {sum(map(checksum, self._table.weights())) % (1 << 32):08x}")
 
     @override
     def load_weights(self, source: SliceSource) -> None:
