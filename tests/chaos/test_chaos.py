@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.chaos import HARNESSES, configs, elastic, forks, kills, launched, run
+from tests.chaos import HARNESSES, configs, elastic, forks, heal, kills, launched, run
 from tests.chaos.harness import Outcome
 from tests.launching import Jobs
 
@@ -27,6 +27,12 @@ def test_the_seed_decides() -> None:
 def test_surviving_nodes_end_together_and_a_node_joins(jobs: Jobs) -> None:
     """Nodes of two ranks, of which one rank dies."""
     check(elastic.run(1, seed=5, python=jobs.python), 1)
+
+
+@pytest.mark.launch
+def test_synchronous_workers_go_on_without_one_and_with_another(jobs: Jobs) -> None:
+    """The first of four dies in the commit of a frozen step, after one has joined."""
+    check(heal.run(1, seed=36, python=jobs.python), 1)
 
 
 @pytest.mark.launch
