@@ -12,6 +12,7 @@ import torch
 from experiments.benchmarks import (
     attention_gpu,
     codec_errors,
+    elastic,
     encoder_rate,
     encoder_savings,
     engine,
@@ -34,7 +35,7 @@ from experiments.benchmarks.machine_code import Compiler, Program, disassemble, 
 from experiments.convergence import pipeline_codecs
 from tests.compiled import compiled
 from tests.experiments.helpers import write_text, written
-from tests.launching import Jobs
+from tests.launching import Jobs, free_port
 from thinwire.compress.kernels.calls import Decode, Encode
 from thinwire.compress.kernels.loading import execute
 from thinwire.compress.packet_layout import HEADER_BYTES, packet_bytes
@@ -129,6 +130,12 @@ def test_frozen_steps_write_numbers(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert wanted <= names
     assert all(result["milliseconds"] > 0 for result in found["results"])
     assert "1-bit Adam, frozen" in capsys.readouterr().out
+
+
+def test_elastic_steps_write_numbers(tmp_path: Path) -> None:
+    given = f"--ranks 1 --rounds 1 --model tiny --batch-size 1 --port {free_port()}"
+    found = results(elastic.main, tmp_path, given)
+    assert {row for row, one in found["steps"].items() if one["median ratio"] > 0} == {"warmup", "frozen"}
 
 
 def test_codec_errors_write_numbers(tmp_path: Path) -> None:
