@@ -45,33 +45,41 @@ def make(folder: Path, config: Any = ONE_BIT, options: dict[str, Any] | None = N
     return Trainer(make_model(), arguments, train_dataset=make_samples(32), thinwire_config=config, **(options or {}))
 
 
-ELASTIC: dict[str, Any] = {
-    "optimizer": {
-        "type": "DiLoCo",
-        "params": {"every": 4, "fragments": 1, "overlap": 0, "elastic": {"workers": 1, "address": "here:1"}},
-    }
+PARAMS: dict[str, dict[str, Any]] = {
+    "DiLoCo": {"every": 4, "fragments": 1, "overlap": 0},
+    "OneBitAdam": {"freeze_step": 4},
 }
 
 
-def test_it_joins_an_elastic_job_late_and_ends_with_it(tmp_path: Path) -> None:
+def elastic(name: str, job: str = "job") -> dict[str, Any]:
+    params = PARAMS[name] | {"elastic": {"workers": 1, "address": "here:1", "job": job}}
+    return {"optimizer": {"type": name, "params": params}}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_it_joins_an_elastic_job_late_and_ends_with_it(tmp_path: Path, name: str) -> None:
     """The other worker trains with the engine alone. Then what the Trainer saved goes on as a new job."""
     come, rates, last = threading.Event(), [], 12
 
     def other() -> Any:
-        trainer = make(tmp_path / "other", ELASTIC, max_steps=last)
+        trainer = make(tmp_path / "other", elastic(name), max_steps=last)
         assert trainer._engine_training is not None
         settings = trainer._engine_training.config.complete(trainer.args, last)
         groups, comm = _parameter_groups(trainer), threads.single(60.0)
         engine: Any = initialize(model=trainer.model, model_parameters=groups, config=settings, comm=comm)[0]
         batches = iter(DataLoader(make_samples(32), BATCH, sampler=ElasticSampler(engine.optimizer, 32)))
+        home = engine.optimizer._home
+        membership = home.membership if name == "DiLoCo" else home.workers.membership
         while engine.global_steps < last:
+            for group in engine.optimizer.param_groups:  # the Trainer's schedule
+                group |= {"lr": RATE * ((last - engine.global_steps) / last), "initial_lr": RATE}
             if engine.global_steps == 6:
                 come.set()
-                while not engine.optimizer._home.membership.wanted:
+                while not membership.wanted:
                     time.sleep(0.01)
             engine.backward(engine(**next(batches)).loss)
             engine.step()
-        engine.optimizer.synchronize()
+        engine.optimizer.synchronize_weights()
         return engine.module.state_dict()
 
     class Records(transformers.TrainerCallback):
@@ -81,18 +89,18 @@ def test_it_joins_an_elastic_job_late_and_ends_with_it(tmp_path: Path) -> None:
     def joins() -> Any:
         assert come.wait(60)
         options = {"callbacks": [Records()]}
-        trainer = make(tmp_path / "late", ELASTIC, options, max_steps=last, save_strategy="steps", save_steps=10)
+        trainer = make(tmp_path / "late", elastic(name), options, max_steps=last, save_strategy="steps", save_steps=10)
         trainer.train()
         assert trainer.state.global_step == last
         return trainer.model.state_dict()
 
     alone, late = together([other, joins])
-    assert rates == [(step, pytest.approx(RATE * (1 - step / last))) for step in range(8, last)]
+    begin = rates[0][0]
+    assert begin == 8 if name == "DiLoCo" else 6 < begin < last
+    assert rates == [(step, pytest.approx(RATE * (1 - step / last))) for step in range(begin, last)]
     assert all(torch.equal(one, late[name]) for name, one in alone.items())
 
-    again = ELASTIC["optimizer"]["params"] | {"elastic": {"workers": 1, "address": "here:1", "job": "again"}}
-    config = {"optimizer": {"type": "DiLoCo", "params": again}}
-    trainer = make(tmp_path / "again", config, {"callbacks": [Records()]}, max_steps=14)
+    trainer = make(tmp_path / "again", elastic(name, "again"), {"callbacks": [Records()]}, max_steps=14)
     rates.clear()
     trainer.train(resume_from_checkpoint=str(tmp_path / "late" / "checkpoint-10"))
     assert [step for step, _ in rates] == [10, 11, 12, 13]
@@ -130,7 +138,7 @@ def test_what_an_optimizer_without_an_engine_refuses(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             check_optimizer(one, SimpleNamespace(world_size=ranks, max_grad_norm=0.0, fp16=fp16))
     with pytest.raises(ValueError, match="load_best_model_at_end does not go with elastic"):
-        make(tmp_path, ELASTIC, **KEEP_BEST)
+        make(tmp_path, elastic("DiLoCo"), **KEEP_BEST)
     with pytest.raises(CheckpointError, match=r"train without resume_from_checkpoint"):
         load_optimizer(optimizer, tmp_path, TAG, NOTHING_TO_GO_ON_FROM)
 

@@ -19,6 +19,7 @@ import thinwire
 from tests.optim.diloco.tower import SETTINGS, Tower, flat, loss_of, meeting, together
 from thinwire.comm import Communicator, MembershipError, communicator, elastic, threads
 from thinwire.optim.replicated.elastic_workers import ElasticWorkers
+from thinwire.zero.placement import Averaging
 
 __all__ = ["meeting"]
 
@@ -335,3 +336,46 @@ def test_all_workers_begin_at_the_same_state() -> None:
     refused, *others = together([lambda: body(0), lambda: body(1), lambda: body(2)])
     assert re.match("this worker begins at step 0, and others at step 1, .*: load what one worker saved", refused)
     assert others == ["2", "2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"elastic": {"workers": 2}}, TypeError, "elastic must be a thinwire.Elastic, got {'workers': 2}"),
+        ({"stage": 1}, ValueError, "elastic goes with stage=0"),
+        ({"comm": threads.single(1.0)}, ValueError, "a worker of an elastic job is one process"),
+        ({"comm_backend_name": "mpi"}, ValueError, "a worker of an elastic job is one process"),
+        ({"averaging": Averaging(op="sum")}, ValueError, "elastic workers take means"),
+        ({"nodes": [0, 0, 1]}, ValueError, "a worker of an elastic job is one process, got nodes="),
+    ],
+)
+def test_what_elastic_workers_cannot_have_is_refused_at_once(
+    options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        make(Tower(), "adam", **{"elastic": SETTINGS} | options)
+
+
+def test_a_sampler_is_refused_where_it_could_not_deal() -> None:
+    model = Tower()
+    optimizer, _ = make(model, "adam", elastic=replace(SETTINGS, workers=1))
+    sizes = {"batch": 8, "micro_batch": 4}
+    with pytest.raises(ValueError, match="batch=8 is no multiple of micro_batch=3"):
+        thinwire.ElasticBatchSampler(optimizer, 60, batch=8, micro_batch=3)
+    with pytest.raises(TypeError, match="needs an optimizer with elastic="):
+        thinwire.ElasticBatchSampler(torch.optim.SGD(model.parameters()), 60, **sizes)
+    sampler = thinwire.ElasticBatchSampler(optimizer, 60, **sizes)
+    steps = sampler.steps(DataLoader(range(60), batch_sampler=sampler))
+    next(steps)
+    with pytest.raises(RuntimeError, match="the optimizer took 0 steps for one of the sampler's"):
+        next(steps)
+    step(model, optimizer, 0)
+    with pytest.raises(ValueError, match="before the optimizer's first step"):
+        thinwire.ElasticBatchSampler(optimizer, 60, **sizes)
+    optimizer.loss_scale = 4.0
+    with pytest.raises(ValueError, match="elastic workers take no loss scale, got 4"):
+        step(model, optimizer, 0)
+    optimizer.zero_grad()
+    optimizer.synchronize_weights()
+    with pytest.raises(RuntimeError, match="this worker's part in the job has ended"):
+        step(model, optimizer, 0)

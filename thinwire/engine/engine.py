@@ -212,7 +212,7 @@ class Engine:
 
     def train(self, mode: bool = True) -> nn.Module:
         """Put the model into training mode, or, on all ranks at the same step, into evaluation mode: see `eval`."""
-        if self._optimizer.steps_alone:
+        if self._optimizer.steps_alone or self._optimizer.comes_and_goes:
             (self._optimizer.train if mode else self._optimizer.eval)()
         elif not mode:
             self._optimizer.synchronize_weights()

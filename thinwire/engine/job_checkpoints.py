@@ -162,7 +162,8 @@ class JobCheckpoints:
                 return {name: one.clone() for name, one in self.whole_weights().items()}
             finally:
                 optimizer.train()
-        if not optimizer.steps_alone or optimizer.in_training:  # else they are shown already, and what was evaluated
+        shown = optimizer.comes_and_goes or (optimizer.steps_alone and not optimizer.in_training)  # what was evaluated
+        if not shown:
             optimizer.synchronize_weights()
         tensors = {}
         for name, parameter in self._parameters.items():

@@ -112,13 +112,15 @@ class OptimizerBuilder:
         if isinstance(what, LocalUpdates | OptimizerEntry):
             comm = communicator_of(options.pop("comm_backend_name", None), self.comm, self.device)
             options |= {"comm": comm, **self._common_options(comm), **clipping}
+        if recipe.elastic:
+            options["elastic"] = Elastic(**options["elastic"])
         if isinstance(what, LocalUpdates):
             options["inside"] = {name: options.pop(name) for name in ("bucket_bytes", "averaging")}
-            if recipe.elastic:
-                options["elastic"] = Elastic(**options["elastic"])
             return DiLoCo(recipe.parameters, what.inner, **options, **what.inner_options)
         if isinstance(what, OptimizerEntry):
             options |= {"resync_interval": config.thinwire.resync_interval, **(offloading if what.offloads else {})}
+            if recipe.elastic and options.pop("comm").size > 1:
+                raise ValueError(f"an elastic worker of {what.name} is one process: start each by itself")
             optimizer = what.load()(recipe.parameters, **options)
         elif config.zero_optimization.stage == 3:
             return self._build_stage_3(recipe, what)

@@ -51,7 +51,7 @@ class Recipe:
     @property
     def elastic(self) -> bool:
         """Whether workers come and go."""
-        return isinstance(self.optimizer, LocalUpdates) and self.options.get("elastic") is not None
+        return isinstance(self.optimizer, LocalUpdates | OptimizerEntry) and self.options.get("elastic") is not None
 
     def over(self, moved: Mapping[int, Tensor]) -> Recipe:
         """The same of the parameters in `moved`, by the ids of those in whose place they are; of others nothing is

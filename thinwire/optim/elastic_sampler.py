@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import Sampler
 
 from thinwire.optim.diloco.elastic_home import ElasticHome
-from thinwire.optim.diloco.optimizer import DiLoCo
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.options import check_count
+from thinwire.optim.replicated.elastic_workers import ElasticWorkers
 from thinwire.optim.replicated.home import ReplicatedHome
 
 Batch = TypeVar("Batch")
@@ -44,18 +44,20 @@ class ElasticSampler(Sampler[int]):
         loader = DataLoader(dataset, batch_size=16, sampler=thinwire.ElasticSampler(optimizer, len(dataset)))
 
     Args:
-        optimizer: a DiLoCo with `elastic`.
+        optimizer: one with `elastic`.
         size: how many samples there are.
         seed: of the order, which differs from epoch to epoch; the same on every worker.
-        ahead: about what a worker reads from one outer step to the next.
+        ahead: about what a worker reads from one outer step of DiLoCo to the next.
     """
 
-    def __init__(self, optimizer: DiLoCo, size: int, *, seed: int = 0, ahead: int = 512) -> None:
-        if not isinstance(optimizer, DiLoCo) or not isinstance(optimizer._home, ElasticHome):
-            raise ValueError("ElasticSampler needs a thinwire.DiLoCo with elastic=: others take torch's own samplers")
+    def __init__(self, optimizer: torch.optim.Optimizer, size: int, *, seed: int = 0, ahead: int = 512) -> None:
+        home = getattr(optimizer, "_home", None)
+        part = home.workers if isinstance(home, ReplicatedHome) else home
+        if not isinstance(part, ElasticHome | ElasticWorkers):
+            raise ValueError("ElasticSampler needs an optimizer with elastic=: others take torch's own samplers")
         check_count("size", size)
         check_count("ahead", ahead)
-        self._claim: Callable[[int], int] = optimizer._home.membership.claim
+        self._claim: Callable[[int], int] = part.membership.claim
         self._order = _Order(size, seed)
         self._ahead = ahead
 

@@ -282,13 +282,13 @@ def ranks_with_state(source: SliceSource, comm: Communicator) -> list[int] | Non
 
 
 def slices(group: FreezeGroup, names: Sequence[str], rank: int, *, alone: bool = False) -> list[SavedSlice]:
-    """The share of `rank` of what all ranks hold, what it keeps as an owner, and the residual that it owns; `alone`:
-    with zeros where others own it."""
+    """The share of `rank` of what all ranks hold, what it keeps as an owner, and the residual that it owns; or `alone`
+    all of it, with zeros where others own a residual."""
     found: list[SavedSlice] = []
     own_weights = group.local is not None and group.clock.frozen_at is not None
     for bucket in group.buckets:
         first = rank * bucket.layout.shard
-        own = slice(first, first + bucket.layout.shard)
+        own = slice(0, bucket.layout.numel) if alone else slice(first, first + bucket.layout.shard)
         state = group.storage.saved_state(bucket, own)
         for run in runs_in(bucket.layout, own):
             values = {name: one[run.place] for name, one in state.items()}

@@ -163,6 +163,8 @@ class HomeOptions:
             )
         if not isinstance(self.nodes, str):
             raise ValueError(f"a worker of an elastic job is one process, got nodes={self.nodes!r}: leave nodes out")
+        if self.averaging.op != "mean" or self.averaging.divide_first != 1.0:
+            raise ValueError("elastic workers take means, however many they are: leave averaging's op and divide_first")
 
     @property
     def sharding(self) -> Sharding:

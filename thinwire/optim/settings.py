@@ -5,6 +5,7 @@ Torch-free: plans, experiments and a configuration read them before a class is i
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -62,6 +63,23 @@ class OptionModel(BaseModel):
         return {**{name: getattr(self, name) for name in self.always}, **self.model_dump(exclude_unset=True)}
 
 
+class ElasticOptions(OptionModel):
+    """Arguments of thinwire.Elastic."""
+
+    workers: Count
+    min_workers: Count = 1
+    address: str | None = None
+    job: str = "job"
+    timeout: Positive = 300.0
+    join_timeout: Positive = 1800.0
+    silence: Positive = 10.0
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        importlib.import_module("thinwire.comm.elastic").Elastic(**self.model_dump())
+        return self
+
+
 _UPDATE = "every stage has it; the class takes the momentum too at stage 0"
 
 
@@ -74,6 +92,7 @@ class OneBitOptions(OptionModel):
     block_size: BlockSize = 2048
     comm_backend_name: Backend = unset()
     codec: CodecName = "sign1"
+    elastic: ElasticOptions | None = None
 
 
 class OneBitAdamOptions(OneBitOptions):

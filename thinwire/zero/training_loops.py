@@ -87,7 +87,7 @@ def refuse_late_workers(trainer: str) -> None:
     """Raise ValueError: `trainer` cannot train a worker that comes and goes."""
     raise ValueError(
         f"{trainer} counts steps and saves by itself, and a worker of an elastic job may join at a step that others "
-        "have reached: train DiLoCo with elastic= in a loop of your own, `while optimizer.steps < STEPS`, or without; "
+        "have reached: train with elastic= in a loop of your own, `while optimizer.steps < STEPS`, or without; "
         "thinwire.hugging_face.Trainer follows it with thinwire_config, and Lightning's with strategy='thinwire'"
     )
 

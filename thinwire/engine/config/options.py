@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
-from thinwire.comm.elastic import Elastic
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import CodecName
 from thinwire.engine.schedules import schedule_names
@@ -23,6 +22,7 @@ from thinwire.optim.settings import (
     Betas,
     BlockSize,
     Count,
+    ElasticOptions,
     NotNegative,
     OptionModel,
     Positive,
@@ -133,18 +133,6 @@ class _Lamb(OptionModel):
         return self
 
 
-class _Elastic(OptionModel):
-    """Arguments of thinwire.Elastic."""
-
-    workers: Count
-    min_workers: Count = 1
-    address: str | None = None
-    job: str = "job"
-    timeout: Positive = 300.0
-    join_timeout: Positive = 1800.0
-    silence: Positive = 10.0
-
-
 class LocalUpdatesOptions(OptionModel):
     """Arguments of DiLoCo, its "inner" apart."""
 
@@ -164,7 +152,7 @@ class LocalUpdatesOptions(OptionModel):
     stage: Literal[None] = only(None, 'it is "zero_optimization.stage", inside a worker of several ranks')
     max_norm: Annotated[Literal[0] | None, BeforeValidator(without_exponent)] = only(0, 'use "gradient_clipping"')
     param_dtype: Literal[None] = only(None, 'use "bf16" or "fp16"')
-    elastic: _Elastic | None = None
+    elastic: ElasticOptions | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -181,8 +169,6 @@ class LocalUpdatesOptions(OptionModel):
                 'single steps, "every" 1, and for codecs too coarse to find it, "stat2" and "sign1"'
             )
         make_codec(self.codec, self.block_size)
-        if self.elastic is not None:
-            Elastic(**self.elastic.model_dump())
         return self
 
 

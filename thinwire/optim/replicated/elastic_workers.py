@@ -125,6 +125,11 @@ class ElasticWorkers:
         """Have what a step brings on every worker that is left, from where it counts for all. Collective."""
         if self._is_over:
             raise RuntimeError("this worker's part in the job has ended, by synchronize_weights() or close()")
+        if (scale := self._layout.step.loss_scale) != 1.0:
+            raise ValueError(
+                f"elastic workers take no loss scale, got {scale:g}, as those who join would have another: train in "
+                "bf16 or fp32, without a GradScaler"
+            )
         self.in_use = True
         while True:
             try:
