@@ -86,12 +86,12 @@ def test_training_with_4_bits_loses_less_than_rounding_afterwards() -> None:
             with torch.no_grad():
                 return nn.functional.mse_loss(model(inputs.to(dtype)).float(), teacher(inputs)).item()
 
-        train(student, 300, 3e-3)
+        train(student, 200, 3e-3)
         rounding = prepare_qat(copy.deepcopy(student), "int4")
-        exact = train(student, 150, 1e-3)
+        exact = train(student, 100, 1e-3)
         floor = tested(exact)
         lost["afterwards"] += tested(prepare(exact, torch.bfloat16, "int4"), torch.bfloat16) - floor
-        lost["before"] += tested(convert(train(rounding, 150, 1e-3)), torch.bfloat16) - floor
+        lost["before"] += tested(convert(train(rounding, 100, 1e-3)), torch.bfloat16) - floor
     assert 0 < lost["before"] < 0.7 * lost["afterwards"], lost
 
 
