@@ -74,10 +74,9 @@ class ElasticOptions(OptionModel):
     join_timeout: Positive = 1800.0
     silence: Positive = 10.0
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def check(self) -> None:
+        """Raise ValueError for what cannot work."""
         importlib.import_module("thinwire.comm.elastic").Elastic(**self.model_dump())
-        return self
 
 
 _UPDATE = "every stage has it; the class takes the momentum too at stage 0"
@@ -93,6 +92,12 @@ class OneBitOptions(OptionModel):
     comm_backend_name: Backend = unset()
     codec: CodecName = "sign1"
     elastic: ElasticOptions | None = None
+
+    @model_validator(mode="after")
+    def _workers(self) -> Self:
+        if self.elastic is not None:
+            self.elastic.check()
+        return self
 
 
 class OneBitAdamOptions(OneBitOptions):

@@ -241,7 +241,7 @@ def test_what_one_worker_cannot_do_alone() -> None:
         step(model, optimizer, 0)
     with pytest.raises(CommunicationError, match="is over: there is nothing to join"):
         make_elastic(Tower(), elastic=Elastic(workers=1, address="here:1"))
-    with pytest.raises(ValueError, match=r"needs a thinwire\.DiLoCo with elastic"):
+    with pytest.raises(ValueError, match=r"needs an optimizer with elastic"):
         thinwire.ElasticSampler(thinwire.DiLoCo([torch.nn.Parameter(torch.ones(1))], torch.optim.SGD, lr=1.0), 10)
 
 

@@ -169,6 +169,8 @@ class LocalUpdatesOptions(OptionModel):
                 'single steps, "every" 1, and for codecs too coarse to find it, "stat2" and "sign1"'
             )
         make_codec(self.codec, self.block_size)
+        if self.elastic is not None:
+            self.elastic.check()
         return self
 
 
