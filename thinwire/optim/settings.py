@@ -5,7 +5,6 @@ Torch-free: plans, experiments and a configuration read them before a class is i
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -74,10 +73,6 @@ class ElasticOptions(OptionModel):
     join_timeout: Positive = 1800.0
     silence: Positive = 10.0
 
-    def check(self) -> None:
-        """Raise ValueError for what cannot work."""
-        importlib.import_module("thinwire.comm.elastic").Elastic(**self.model_dump())
-
 
 _UPDATE = "every stage has it; the class takes the momentum too at stage 0"
 
@@ -92,12 +87,6 @@ class OneBitOptions(OptionModel):
     comm_backend_name: Backend = unset()
     codec: CodecName = "sign1"
     elastic: ElasticOptions | None = None
-
-    @model_validator(mode="after")
-    def _workers(self) -> Self:
-        if self.elastic is not None:
-            self.elastic.check()
-        return self
 
 
 class OneBitAdamOptions(OneBitOptions):

@@ -268,3 +268,8 @@ def test_local_updates_hold_the_section_of_their_inner_optimizer() -> None:
     config = load("optimizer", "diloco", lr=0.1)
     assert config.optimizer.params["inner"] == {"type": "AdamW", "params": {"weight_decay": 0.0, "lr": 0.1}}
     assert load_config(config.describe(), 1) == config
+
+
+def test_elastic_workers_of_1_bit_optimizers_are_checked() -> None:
+    message = refusal("optimizer", "OneBitAdam", elastic={"workers": 2, "min_workers": 3})
+    assert '"optimizer.params.elastic" cannot work: min_workers=3 is more than workers=2' in message

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
+from thinwire.comm.elastic import Elastic
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import CodecName
 from thinwire.engine.schedules import schedule_names
@@ -170,7 +171,7 @@ class LocalUpdatesOptions(OptionModel):
             )
         make_codec(self.codec, self.block_size)
         if self.elastic is not None:
-            self.elastic.check()
+            Elastic(**self.elastic.model_dump())
         return self
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from thinwire.comm.elastic import Elastic
 from thinwire.engine.config.errors import did_you_mean, dotted, shown, validated
 from thinwire.engine.config.models import OptimizerConfig
 from thinwire.engine.config.options import LOCAL_UPDATES, OPTIMIZERS, SCHEDULES, LocalUpdatesOptions
 from thinwire.engine.schedules import WHY_REFUSED
 from thinwire.optim import registry
-from thinwire.optim.settings import OptionModel
+from thinwire.optim.settings import ElasticOptions, OptionModel
 
 _PARAMS, _INNER = "optimizer.params", "optimizer.params.inner"
 _DEFAULT_INNER = "AdamW"
@@ -74,6 +75,11 @@ def check_optimizer(
     if name == LOCAL_UPDATES:
         return {**tree, "type": name, "params": _local_updates(params, problems, unlisted)}
     found = validated(options, params, f"{path}.params", problems, name, unlisted)
+    if isinstance(elastic := getattr(found, "elastic", None), ElasticOptions):
+        try:
+            Elastic(**elastic.model_dump())
+        except ValueError as error:
+            problems.append(f'"{path}.params.elastic" cannot work: {error}')
     return {**tree, "type": name, "params": {} if found is None else found.given()}
 
 
