@@ -188,7 +188,7 @@ def judge(job: Job) -> list[str]:
     ends = {int(line[1]): line[2] for line in lines if line[0] == "end"}
     dealt: dict[int, tuple[list[str], list[str] | None]] = {}
     for line in lines:
-        if line[0] == "step":
+        if line[0] == "step" and int(line[1]) in ends:  # who is gone may have passed a commit that others took back
             told = line[3].split(","), None if line[4] == "-" else line[4].split(",")
             if dealt.setdefault(int(line[2]), told) != told:
                 bad.append(f"step {line[2]}: {told} and {dealt[int(line[2])]}")
@@ -238,6 +238,10 @@ def replay(kind: str, dealt: dict[int, tuple[list[str], list[str] | None]]) -> s
         model = Tower()
         optimizer = make(kind, model, settings)
 
+        def on_step(at: int, _: list[str], took_part: list[str] | None) -> None:
+            if took_part is not None and name not in dealt.get(at + 1, ([name], None))[0]:  # it goes between two steps
+                raise SystemExit
+
         def before_step(at: int, samples: list[int]) -> None:
             took_part = dealt[at][1]
             if took_part is not None and name not in took_part:
@@ -249,7 +253,7 @@ def replay(kind: str, dealt: dict[int, tuple[list[str], list[str] | None]]) -> s
                     time.sleep(0.005)
 
         try:
-            train(model, optimizer, lambda *_: None, before_step, 0.0)
+            train(model, optimizer, on_step, before_step, 0.0)
         except SystemExit:
             optimizer.close()
             return None

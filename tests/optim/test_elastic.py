@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import thinwire
 from tests.optim.diloco.tower import SETTINGS, Tower, flat, loss_of, meeting, together
-from thinwire.comm import Communicator, MembershipError, communicator, elastic, threads
+from thinwire.comm import CommunicationError, Communicator, MembershipError, communicator, elastic, threads
 from thinwire.optim.replicated.elastic_workers import ElasticWorkers
 from thinwire.zero.placement import Averaging
 
@@ -225,14 +225,25 @@ def test_a_worker_that_was_held_up_finds_itself_replaced_and_ends() -> None:
 
 
 @pytest.mark.parametrize("kind", ["adam", "zero-one adam"])
-def test_every_sample_counts_once_an_epoch_in_batches_of_one_size(kind: str) -> None:
-    """A worker dies, another comes."""
-    come, lock = threading.Event(), threading.Lock()
+def test_every_sample_counts_once_an_epoch_in_batches_of_one_size(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker dies, another comes, and gets its state at the second attempt only, when some have begun a step."""
+    late, hand_over = set[int](), ElasticWorkers._hand_over
+
+    def fail_once(workers: ElasticWorkers, members: list[int]) -> None:
+        if threading.get_ident() in late:
+            assert ahead.wait(60)
+            late.clear()
+            raise CommunicationError("lost")
+        hand_over(workers, members)
+
+    monkeypatch.setattr(ElasticWorkers, "_hand_over", fail_once)
+    come, ahead, lock = threading.Event(), threading.Event(), threading.Lock()
     read = dict[tuple[str, int], list[int]]()  # by worker and step
     took_part = dict[int, list[str] | None]()  # in each step, as a survivor learns
 
     def body(begins: bool) -> str | None:
         assert begins or come.wait(60)
+        late.update(() if begins else [threading.get_ident()])
         model = Tower()
         optimizer, workers = make(model, kind, elastic=SETTINGS)
         sampler = thinwire.ElasticBatchSampler(optimizer, 60, batch=12, micro_batch=2)
@@ -251,6 +262,8 @@ def test_every_sample_counts_once_an_epoch_in_batches_of_one_size(kind: str) -> 
                     kill_at(workers, 1, after=False)
                 if optimizer.steps == 9:
                     come.set()
+                if late and len(workers.dealt_to) == 3 and optimizer.steps > 9:
+                    ahead.set()
                 samples = list[int]()
                 for batch in one:
                     (one.weight * loss_of(model, int(batch[0]), 1)).backward()
@@ -271,6 +284,7 @@ def test_every_sample_counts_once_an_epoch_in_batches_of_one_size(kind: str) -> 
 
     names = together([lambda: body(True)] * 3 + [lambda: body(False)])
     assert names.count(None) == 1
+    assert not late
     counted, pending = Counter[int](), list[int]()
     for at, took in sorted(took_part.items()):
         pending.append(at)

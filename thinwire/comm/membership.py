@@ -167,7 +167,7 @@ class Membership:
         while True:
             number = self._next_open()
             stayed = self.generation is not None and self.generation.number == number - 1
-            if self._admits is not None and self.generation is not None and not stayed:
+            if self._admits is not None and record is not None and not stayed:
                 raise MembershipError(
                     f"the other workers of job {self.settings.job!r} took this one for dead and went on without it, as "
                     f"it had not answered for {self.settings.silence:g} s: start it again to join them"
@@ -177,7 +177,7 @@ class Membership:
                 self._store.write(f"{number}/alarm", "1")
             place = self._store.add(f"{number}/count", 1) - 1
             self._store.write(f"{number}/entry/{place}", json.dumps(asdict(Entry(self.name, record))))
-            entries = self._decided(number)
+            entries = self._decided(number, record)
             names = [entry.name for entry in entries]
             if self.name in names:
                 self.heart.follow(number, names)
@@ -189,14 +189,14 @@ class Membership:
             number += 1
         return number
 
-    def _decided(self, number: int) -> list[Entry]:
+    def _decided(self, number: int, record: Record | None) -> list[Entry]:
         """Wait until generation `number` is decided, and propose it where this worker may."""
         before = [entry.name for entry in _parsed(self._store.read(f"{number - 1}/members"))]
         self.heart.watch(before)
         began = time.monotonic()
         while True:
             decided = self._store.read(f"{number}/members")
-            if decided is None and (found := self._proposal(number, before, time.monotonic() - began)) is not None:
+            if decided is None and (found := self._proposal(number, record, before, time.monotonic() - began)):
                 decided = self._store.propose(f"{number}/members", json.dumps([asdict(entry) for entry in found]))
                 self._store.write("latest", str(number))
             if decided is not None:
@@ -208,16 +208,19 @@ class Membership:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def _proposal(self, number: int, before: Sequence[str], waited: float) -> list[Entry] | None:
+    def _proposal(self, number: int, record: Record | None, before: Sequence[str], waited: float) -> list[Entry] | None:
         """Whom this worker would have in a generation after that of the workers `before`; None to wait on."""
         here, settings = self._present(number), self.settings
         names = {entry.name for entry in here}
         missing = [name for name in before if name not in names and not self.heart.silent(name)]
-        if self.name in before:
+        # Who was in the last generation, and got no state in it, is a newcomer still.
+        late = self._admits is not None and record is None and self._store.read("begun") is not None
+        stay = [one for one in here if one.name in before and (one.record is not None or self._admits is None)]
+        if self.name in before and not late:
             complete = not missing or waited >= settings.timeout
         elif before:  # a newcomer leaves it to those who have the job's state
             complete = False
-            if not missing and names.isdisjoint(before):
+            if not missing and not stay:
                 raise MembershipError(
                     f"none of the {len(before)} last workers of job {settings.job!r} is left. Start a new job, from a "
                     "checkpoint where there is one, with another Elastic(job=...) or a new meeting place"
@@ -225,7 +228,6 @@ class Membership:
         else:
             complete = len(here) >= settings.workers or waited >= settings.join_timeout
         order = {name: place for place, name in enumerate(before)}
-        stay = [entry for entry in here if entry.name in order]
         admits = self._admits is None or not stay or self._admits([entry.record for entry in stay])
         if complete and len(here if admits else stay) >= (settings.min_workers if admits else 1):
             return sorted(here if admits else stay, key=lambda entry: order.get(entry.name, len(order)))

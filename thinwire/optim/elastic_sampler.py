@@ -126,7 +126,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
             raise ValueError("make the ElasticBatchSampler before the optimizer's first step, whose data it deals")
         self._optimizer, self._workers, self._order = optimizer, workers, _Order(size, seed)
         self._batch, self._micro_batch = batch, micro_batch
-        self._taken = 0
+        self._taken = self._changed = 0  # steps, and how often some died whose samples were dealt anew
         self.load_state_dict(workers.shared_data or {"next": 0, "owed": [], "open": []})
         workers.on_step = self._end_step
 
@@ -158,12 +158,12 @@ class ElasticBatchSampler(Sampler[list[int]]):
         the optimizer steps once for each.
         """
         while True:
-            names, batches = self._workers.dealt_to, iter(loader)
+            names, changed, batches = self._workers.dealt_to, self._changed, iter(loader)
             count, workers = self._batch // self._micro_batch, len(names)
             mine = len(self._shares(names, list(range(self._batch)))[self._workers.membership.name])
             if not mine:
                 raise ValueError(f"{count} micro-batches a step are too few for {workers} workers: make them smaller")
-            while self._workers.dealt_to == names:
+            while (self._workers.dealt_to, self._changed) == (names, changed):
                 taken = self._taken
                 yield StepBatches(self._optimizer, batches, mine, workers / count)
                 if self._taken != taken + 1:
@@ -183,6 +183,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         for names, numbers in dealing.open if took_part is not None else ():
             for name, batches in self._shares(names, numbers).items():
                 if name not in (took_part or ()):
+                    self._changed += 1
                     dealing.owed += [number for batch in batches for number in batch]
         if took_part is not None:
             dealing.open = []
