@@ -223,7 +223,9 @@ def replay(kind: str, dealt: dict[int, tuple[list[str], list[str] | None]]) -> s
     elastic_job.reach = lambda settings: (store, "here")
     first = dealt[min(dealt)][0]
     settings = thinwire.Elastic(len(first), address="here:1", timeout=60.0, join_timeout=60.0, silence=20.0)
-    comes = {step: [one for one in dealt[step][0] if one not in dealt[step - 1][0]] for step in dealt if step}
+    # Who was dealt data, and got no state before it was sent again, comes anew.
+    stay = {step + 1: dealt_to if took_part is None else took_part for step, (dealt_to, took_part) in dealt.items()}
+    comes = {step: [one for one in dealt[step][0] if one not in stay[step]] for step in dealt if step}
     begins = {step: threading.Event() for step in comes}
 
     def waiting(generation: int) -> int:
