@@ -240,9 +240,18 @@ def replay(kind: str, dealt: dict[int, tuple[list[str], list[str] | None]]) -> s
         model = Tower()
         optimizer = make(kind, model, settings)
 
+        end_step, goes = optimizer._home.workers.end_step, list[int]()
+
         def on_step(at: int, _: list[str], took_part: list[str] | None) -> None:
-            if took_part is not None and name not in dealt.get(at + 1, ([name], None))[0]:  # it goes between two steps
+            if took_part is not None and name not in dealt.get(at + 1, ([name], None))[0]:
+                goes.append(at)  # between this step and the next
+
+        def end_or_go() -> None:
+            if goes:
                 raise SystemExit
+            end_step()
+
+        optimizer._home.workers.end_step = end_or_go
 
         def before_step(at: int, samples: list[int]) -> None:
             took_part = dealt[at][1]
