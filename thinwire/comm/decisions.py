@@ -6,13 +6,13 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.comm.collectives import Pending, ReduceOp, Work
+from thinwire.comm.collectives import Work
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.elastic import MembershipError
 from thinwire.comm.errors import Call, CommunicationError, RollCall
@@ -104,28 +104,10 @@ class Decisions(Communicator):
         self.passed += 1
         return self._kept[self.passed - 1]
 
-    def _refuse(self) -> RuntimeError:
-        return RuntimeError("workers that come and go decide by gathered messages and broadcasts alone")
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("workers that come and go decide by gathered messages and broadcasts alone")
 
-    @override
-    def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
-        raise self._refuse()
-
-    @override
-    def _start_all_gather(self, call: Call, output: Tensor, input: Tensor) -> Pending:
-        raise self._refuse()
-
-    @override
-    def _start_broadcast(self, call: Call, tensor: Tensor, root: int) -> Pending:
-        raise self._refuse()
-
-    @override
-    def _start_all_reduce(self, call: Call, tensor: Tensor, op: ReduceOp) -> Pending:
-        raise self._refuse()
-
-    @override
-    def _subgroup(self, members: list[int], number: int, timeout: float) -> Communicator:
-        raise self._refuse()
+    _start_all_to_all = _start_all_gather = _start_broadcast = _start_all_reduce = _subgroup = _refuse
 
     @override
     def _roll_call(self, call: Call) -> RollCall:

@@ -1,5 +1,5 @@
-"""The entry of an optimizer into a job whose workers come and go: on whose ranks it is built, and what all must have
-alike."""
+"""The entry of an optimizer into a job whose workers come and go: on whose ranks it is built, what all must have
+alike, and how they meet until they can work together."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.comm import Communicator, threads
+from thinwire.comm import CommunicationError, Communicator, threads
 from thinwire.comm.agreement import on_every_rank
 from thinwire.comm.elastic import Elastic, MembershipError, reach
-from thinwire.comm.membership import Membership, Record
+from thinwire.comm.membership import Generation, Membership, Record
 from thinwire.compress.packet import PacketError, SettingsError
 
 
@@ -73,3 +73,32 @@ def enter_elastic_job(
         membership.leave()
         raise
     return membership
+
+
+_ATTEMPTS = 10
+"""Meetings in a row after which workers did not connect: they reach the meeting place, but not each other."""
+
+
+def meet_and_join(
+    membership: Membership, stand: Callable[[], Record | None], join: Callable[[Generation], None], *, alarm: bool
+) -> tuple[Generation, list[str]]:
+    """Be in the next generation that can work together; return it, and who was lost on the way.
+
+    `stand`: where this worker is, as a meeting takes it. `join`: connects it with a generation. `alarm`: see meet().
+    """
+    lost: list[str] = []
+    for _ in range(_ATTEMPTS):
+        generation = membership.meet(stand(), alarm=alarm)
+        lost += membership.departures
+        try:
+            join(generation)
+        except (PacketError, MembershipError):
+            raise
+        except CommunicationError as error:
+            alarm, failure = True, error
+        else:
+            return generation, lost
+    raise MembershipError(
+        f"the workers met {_ATTEMPTS} times and could not connect: {failure}. Can each reach the others? "
+        "GLOO_SOCKET_IFNAME says by which interface"
+    )

@@ -180,12 +180,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """Take note of a step; `took_part`: the workers whose gradients count, None if that is not known yet."""
         dealing = self._dealing
         dealing.open.append((dealt_to, dealing.deal(self._batch)))
-        for names, numbers in dealing.open if took_part is not None else ():
-            for name, batches in self._shares(names, numbers).items():
-                if name not in (took_part or ()):
-                    self._changed += 1
-                    dealing.owed += [number for batch in batches for number in batch]
         if took_part is not None:
+            for names, numbers in dealing.open:
+                lost = [batches for name, batches in self._shares(names, numbers).items() if name not in took_part]
+                self._changed += len(lost)
+                dealing.owed += [number for batches in lost for batch in batches for number in batch]
             dealing.open = []
         self._taken += 1
         self._workers.shared_data = self.state_dict()

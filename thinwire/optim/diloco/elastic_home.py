@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from thinwire.comm import CommunicationError, Communicator
 from thinwire.comm.elastic import MembershipError
-from thinwire.comm.membership import Membership
+from thinwire.comm.membership import Generation, Membership
 from thinwire.comm.relay import WorkerGroup
 from thinwire.comm.torch_backend import GenerationCommunicator
 from thinwire.compress.codecs import Codec
@@ -29,11 +29,9 @@ from thinwire.optim.diloco.home import LocalHome
 from thinwire.optim.diloco.outer import Alone, OuterState, OuterStep, UnderWay, make_node_outer_step
 from thinwire.optim.diloco.outer_weights import KeptMomentum
 from thinwire.optim.diloco.worker import Worker
+from thinwire.optim.elastic_job import meet_and_join
 from thinwire.zero.home import StepResult, ring_bytes
 from thinwire.zero.saved_state import SliceSource
-
-_ATTEMPTS = 10
-"""Meetings in a row after which workers did not connect: they reach the meeting place, but not each other."""
 
 
 class _WorkerWaits(Exception):  # noqa: N818 - no error: all know after the same outer step
@@ -225,28 +223,16 @@ class ElasticHome(LocalHome):
     @torch.no_grad()
     def _meet(self, *, alarm: bool) -> None:
         """Be in the next generation that can work together."""
-        lost: list[str] = []
-        for _ in range(_ATTEMPTS):
-            record = self._standing().record() if self._in_the_job else None
-            generation = self.membership.meet(record, alarm=alarm)
-            lost += self.membership.departures
-            plan = Plan.of([entry.record for entry in generation.entries])
-            try:
-                self._move_to(generation.index, plan)
-            except (PacketError, MembershipError):
-                raise
-            except CommunicationError as error:
-                alarm, failure = True, error
-            else:
-                if self._warns and generation.number > 1:
-                    new = f"{plan.standings.count(None)} of them new"
-                    line = "; ".join([f"{self.workers} workers from step {self.steps} on, {new}", *lost])
-                    print(f"thinwire: {line}", file=sys.stderr, flush=True)
-                return
-        raise MembershipError(
-            f"the workers met {_ATTEMPTS} times and could not connect: {failure}. Can each reach the others? "
-            "GLOO_SOCKET_IFNAME says by which interface"
+        generation, lost = meet_and_join(
+            self.membership,
+            lambda: self._standing().record() if self._in_the_job else None,
+            lambda found: self._move_to(found.index, _plan_of(found)),
+            alarm=alarm,
         )
+        if self._warns and generation.number > 1:
+            new = f"{_plan_of(generation).standings.count(None)} of them new"
+            line = "; ".join([f"{self.workers} workers from step {self.steps} on, {new}", *lost])
+            print(f"thinwire: {line}", file=sys.stderr, flush=True)
 
     def _standing(self) -> Standing:
         arrived = sum(one.arrived is not None for one in self.under_way)
@@ -386,3 +372,7 @@ class ElasticHome(LocalHome):
     def _bring_due(self) -> None:
         self._leave_due()
         super()._bring_all()
+
+
+def _plan_of(generation: Generation) -> Plan:
+    return Plan.of([entry.record for entry in generation.entries])

@@ -25,7 +25,7 @@ from thinwire.comm.elastic import Elastic, MembershipError
 from thinwire.comm.membership import Generation, Record
 from thinwire.comm.torch_backend import GenerationCommunicator
 from thinwire.compress.packet import PacketError
-from thinwire.optim.elastic_job import enter_elastic_job
+from thinwire.optim.elastic_job import enter_elastic_job, meet_and_join
 from thinwire.optim.options import HomeOptions
 from thinwire.optim.replicated.elastic_buckets import ElasticSynchronizer, Owned, hand_on, owned_residuals
 from thinwire.optim.replicated.parameters import ParameterTable
@@ -33,9 +33,6 @@ from thinwire.optim.replicated.synchronizer import FreezeGroups, SynchronizedBac
 from thinwire.optim.step import Send
 from thinwire.optim.wire import Wire
 from thinwire.zero.rank_checks import broadcast_from_rank_0
-
-_ATTEMPTS = 10
-"""Meetings in a row after which workers did not connect: they reach the meeting place, but not each other."""
 
 
 class StepPhase(IntEnum):
@@ -60,6 +57,11 @@ class Position:
     def at(self) -> tuple[int, int]:
         """Comparable between workers."""
         return self.committed, self.phase
+
+
+def _positions(generation: Generation) -> list[Position | None]:
+    """Of its workers; None of those that are new."""
+    return [None if one.record is None else Position(**one.record) for one in generation.entries]
 
 
 def may_be_joined(records: Sequence[Record | None]) -> bool:
@@ -235,34 +237,23 @@ class ElasticWorkers:
     def _meet(self, *, alarm: bool) -> bool:
         """Be in the next generation that can work together; whether some of it have still to come to where this worker
         is between two steps."""
-        lost: list[str] = []
-        for _ in range(_ATTEMPTS):
-            at = self._committed, self._phase, self.decisions.passed, self._begins_at
-            mine = Position(*at) if self._in_the_job else None
-            generation = self.membership.meet(None if mine is None else asdict(mine), alarm=alarm)
-            lost += self.membership.departures
-            said = [None if one.record is None else Position(**one.record) for one in generation.entries]
-            try:
-                self._join(generation, said)
-            except (PacketError, MembershipError):
-                raise
-            except CommunicationError as error:
-                alarm, failure = True, error
-                continue
-            if generation.index == 0 and generation.number > 1:
-                new = f"{said.count(None)} of them new"
-                line = "; ".join([f"{len(said)} workers after {self._committed} steps sent, {new}", *lost])
-                print(f"thinwire: {line}", file=sys.stderr, flush=True)
-            here = (self._committed, self._phase)
-            return any(one is not None and one.at < here for one in said)
-        raise MembershipError(
-            f"the workers met {_ATTEMPTS} times and could not connect: {failure}. Can each reach the others? "
-            "GLOO_SOCKET_IFNAME says by which interface"
-        )
+        generation, lost = meet_and_join(self.membership, self._stand, self._join, alarm=alarm)
+        said = _positions(generation)
+        if generation.index == 0 and generation.number > 1:
+            new = f"{said.count(None)} of them new"
+            line = "; ".join([f"{len(said)} workers after {self._committed} steps sent, {new}", *lost])
+            print(f"thinwire: {line}", file=sys.stderr, flush=True)
+        here = (self._committed, self._phase)
+        return any(one is not None and one.at < here for one in said)
 
-    def _join(self, generation: Generation, said: Sequence[Position | None]) -> None:
+    def _stand(self) -> Record | None:
+        at = self._committed, self._phase, self.decisions.passed, self._begins_at
+        return asdict(Position(*at)) if self._in_the_job else None
+
+    def _join(self, generation: Generation) -> None:
         """Connect with the workers of a generation, and have all decisions, and newcomers all state, of those who have
         most."""
+        said = _positions(generation)
         stay = [number for number, one in enumerate(said) if one is not None]
         new = [number for number, one in enumerate(said) if one is None]
         if not stay and self.membership.begun:
