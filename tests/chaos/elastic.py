@@ -53,15 +53,17 @@ TOO_LATE = 3
 """The exit code of a worker that finds the job over."""
 
 # What a worker calls to take part; a victim dies on the way into one of them, or out of it.
-POINTS: dict[str, tuple[Any, str]] = {
-    "leave": (ElasticHome, "_leave_next"),
-    "pass on": (ElasticHome, "_pass_on"),
-    "take in": (ElasticHome, "_take_in"),
+AT_MEETINGS: dict[str, tuple[Any, str]] = {
     "meet": (Membership, "meet"),
     "decide": (Membership, "_decided"),
     "connect": (Membership, "connect"),
-    "hand over": (ElasticHome, "_hand_over"),
     "finish": (Membership, "finish"),
+}
+POINTS: dict[str, tuple[Any, str]] = AT_MEETINGS | {
+    "leave": (ElasticHome, "_leave_next"),
+    "pass on": (ElasticHome, "_pass_on"),
+    "take in": (ElasticHome, "_take_in"),
+    "hand over": (ElasticHome, "_hand_over"),
 }
 # From what a worker has done in each interval so far
 GARBAGE: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import thinwire
 from tests.chaos.elastic import (
+    AT_MEETINGS,
     LIMIT_SECONDS,
     LONGEST_DELAY,
     SILENCE,
@@ -40,7 +41,6 @@ from tests.engine.checkpoint.kill import exit_code, fork
 from tests.optim.diloco.tower import Tower, flat, together
 from thinwire.comm import CommunicationError, communicator, elastic
 from thinwire.comm.decisions import Decisions
-from thinwire.comm.membership import Membership
 from thinwire.comm.torch_backend import GenerationCommunicator
 from thinwire.optim import elastic_job
 from thinwire.optim.replicated.elastic_workers import ElasticWorkers
@@ -55,18 +55,14 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lion": (thinwire.OneBitLion, {}),
     "zero-one adam": (thinwire.ZeroOneAdam, {"var_freeze_step": 20, "local_step_scaler": 8, "local_step_clipper": 4}),
 }
-POINTS: dict[str, tuple[Any, str]] = {
+POINTS: dict[str, tuple[Any, str]] = AT_MEETINGS | {
     "leg 1": (GenerationCommunicator, "all_to_all"),
     "leg 2 or commit": (GenerationCommunicator, "all_gather"),
     "commit": (Decisions, "commit"),
     "decision": (Decisions, "_decide"),
     "move": (ElasticWorkers, "_move"),
-    "meet": (Membership, "meet"),
-    "decide": (Membership, "_decided"),
-    "connect": (Membership, "connect"),
     "join": (ElasticWorkers, "_join"),
     "hand over": (ElasticWorkers, "_hand_over"),
-    "finish": (Membership, "finish"),
 }
 _TRAINING = ("leg 1", "leg 2 or commit", "commit", "decision", "finish")
 _MEETING = ("meet", "decide", "connect", "join", "hand over", "move")
