@@ -55,6 +55,15 @@ def _few_objects() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_process_group_stays() -> Iterator[None]:
+    """Fails the module that leaves torch's process group to the tests after it, which would fail or train with it."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("a test of this module left torch.distributed initialised")
+
+
 @pytest.fixture(scope="session")
 def jobs(request: pytest.FixtureRequest) -> Jobs:
     """Starts real processes; their interpreter is warm, see `WarmPython` for what that hides."""

@@ -96,7 +96,6 @@ from thinwire.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_
 
 NOT_OFFERED = {
     "comm.torch.TorchBackend": "comm has the calls",
-    "init_inference": "thinwire.inference.prepare",
     "monitor.trackio.TrackioMonitor": "tensorboard",
     "moe.layer.MoE": "no expert parallelism",
     "ops.adam.fused_adam.multi_tensor_applier": "FusedAdam steps",

@@ -31,6 +31,7 @@ from transformers import (
 
 from tests.refusing import refused
 from thinwire.comm import Communicator
+from thinwire.deepspeed import init_inference
 from thinwire.inference import prepare
 from thinwire.parallel import parallelize
 
@@ -183,7 +184,11 @@ def answers(mesh: DeviceMesh) -> None:
         assert all(torch.equal(before[name], one) for name, one in given.state_dict().items())
         if build is gpt2:
             options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-            assert torch.equal(prepared.generate(tokens, **options), whole.generate(tokens, **options))
+            expected = whole.generate(tokens, **options)
+            assert torch.equal(prepared.generate(tokens, **options), expected)
+            engine = init_inference(given, tensor_parallel={"tp_size": 2}, dtype=torch.float32)
+            assert engine.module is given
+            assert torch.equal(engine.generate(tokens, **options), expected)
     refused(ValueError, "batches by the time", prepared.queue)
     refused(ValueError, r"tensor_parallel=3, and torch\.distributed has 2", prepare, whole, tensor_parallel=3)
     folder = "." if dist.get_rank() else "no folder"  # neither has a configuration

@@ -30,7 +30,6 @@ _NO_TILES = Instead(
     "use torch.nn.Linear; stage 3 gathers one layer at a time, and offload_param keeps the others in host memory"
 )
 _NO_HANDLES = Instead("a parameter is whole inside zero.GatheredParameters, which waits for it")
-_NO_INFERENCE = Instead("thinwire.inference.prepare(model) answers on CPUs; elsewhere serve saved weights with vLLM")
 _NO_TIMERS = Instead('set "wall_clock_breakdown": true in the configuration, or use torch.profiler')
 _NO_BACKENDS = Instead(
     "thinwire.compress.CompressedExchange is its compressed all-reduce, over any communicator of thinwire.comm"
@@ -75,7 +74,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ".pipe": "PipelineModule pipe=",
         ".runtime.zero": "zero=",
         ".ops.transformer": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
-        _NO_INFERENCE: "init_inference",
+        ".inference_engine": "DeepSpeedInferenceConfig InferenceEngine init_inference",
     },
     "accelerator": {".devices": "get_accelerator is_current_accelerator_supported"},
     "accelerator.real_accelerator": {".devices": "get_accelerator is_current_accelerator_supported"},
@@ -101,6 +100,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ".devices": "compatible_ops git_branch git_hash installed_ops torch_info",
         "thinwire.version": "version=__version__",
     },
+    "inference": {".inference_engine": "DeepSpeedInferenceConfig InferenceEngine"},
+    "inference.config": {".inference_engine": "DeepSpeedInferenceConfig"},
+    "inference.engine": {".inference_engine": "InferenceEngine"},
     "moe": {".moe.layer": "MoE"},
     "moe.layer": {_NO_EXPERTS: "MoE"},
     "moe.utils": {".utilities": "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -101,6 +102,21 @@ def prepare(
     with what it does not go with; FileNotFoundError for a folder without a configuration; RuntimeError for `compile`
     without a compiler.
     """
+
+    def read() -> nn.Module:
+        return _read(Path(model)) if isinstance(model, str | Path) else copy.deepcopy(model)
+
+    return prepare_itself(read, dtype, quantize, tensor_parallel, compile)
+
+
+def prepare_itself(
+    read: Callable[[], nn.Module],
+    dtype: torch.dtype | None,
+    quantize: Quantize | None,
+    tensor_parallel: int,
+    compile: bool,
+) -> Prepared:
+    """Make what `read` gives ready, no copy of it; as `prepare` does."""
     if quantize is not None and quantize not in get_args(Quantize):
         raise ValueError(f"quantize is {quantize!r}, expected None or {', '.join(map(repr, get_args(Quantize)))}")
     if tensor_parallel != 1:
@@ -108,12 +124,12 @@ def prepare(
             other = "compile" if quantize is None else "quantize"
             raise ValueError(f"tensor_parallel={tensor_parallel} does not go with {other}: leave one of them out")
         mesh = _mesh(tensor_parallel)
-        made = on_every_rank(
-            Communicator.of(mesh), lambda: _ready(model, dtype), "read its model", (ValueError, OSError)
-        )
-        thinwire.parallel.parallelize(made, mesh)
+        made = on_every_rank(Communicator.of(mesh), read, "read its model", (ValueError, OSError))
     else:
-        made = _ready(model, dtype)
+        made = read()
+    made.to(dtype).eval().requires_grad_(False)
+    if tensor_parallel != 1:
+        thinwire.parallel.parallelize(made, mesh)
     if quantize is not None:
         _quantize(made, quantize)
     with suppress(TypeError, ValueError):  # no encoder that it knows
@@ -127,11 +143,6 @@ def prepare(
 
         return Prepared(made, compile_layers(made))
     return Prepared(made, is_cut=tensor_parallel != 1)
-
-
-def _ready(model: nn.Module | str | Path, dtype: torch.dtype | None) -> nn.Module:
-    made = _read(Path(model)) if isinstance(model, str | Path) else copy.deepcopy(model)
-    return made.to(dtype).eval().requires_grad_(False)
 
 
 def _mesh(ranks: int) -> DeviceMesh:
