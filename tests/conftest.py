@@ -64,6 +64,14 @@ def _no_process_group_stays() -> Iterator[None]:
         pytest.fail("a test of this module left torch.distributed initialised")
 
 
+@pytest.fixture
+def own_process_group() -> Iterator[None]:
+    """For a test that has torch.distributed initialised in this process: ends that."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def jobs(request: pytest.FixtureRequest) -> Jobs:
     """Starts real processes; their interpreter is warm, see `WarmPython` for what that hides."""

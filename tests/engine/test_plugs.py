@@ -106,6 +106,7 @@ def test_fast_encoder() -> None:
         initialize(model=Stack(), config=settings(fast_encoder=True))
 
 
+@pytest.mark.usefixtures("own_process_group")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_training_with_the_rounding_of_quantised_layers(stage) -> None:
     """The layers round while the engine is there, whatever shards them; `convert` answers as they did."""

@@ -4,7 +4,6 @@ imports take longest; and on one, here, with the standalone pytorch_lightning.""
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
@@ -31,16 +30,14 @@ def test_two_ranks(jobs: Jobs, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def standalone(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def standalone(monkeypatch: pytest.MonkeyPatch, own_process_group: None) -> ModuleType:
     """pytorch_lightning in a process that has not imported its twin; the process group that it makes goes with it."""
     package = pytest.importorskip("pytorch_lightning")
     monkeypatch.delitem(sys.modules, "lightning.pytorch", raising=False)
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
-    yield package
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    return package
 
 
 def compressed(module: Any) -> OneBitAdam:
