@@ -35,8 +35,7 @@ from experiments.common.results import OUTPUT, check_writable, read_json, write_
 from thinwire import ShardedOptimizer, initialize
 from thinwire.comm import Communicator, threads
 from thinwire.plan import PlanError
-from thinwire.plan.disk_rates import disk_rates
-from thinwire.plan.probing import Stopwatch
+from thinwire.plan.probing import Stopwatch, disk_rates
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 __all__ = ["CASES", "Residual", "main"]
@@ -234,8 +233,7 @@ def _use_torch(comm: Communicator) -> None:
 
 def _disk_rate(folder: Path) -> float:
     """Bytes a second, half of them read and half written."""
-    comm = threads.single(60.0)
-    return disk_rates(comm, Stopwatch(comm, torch.device("cpu")).typical, folder, 1).both
+    return disk_rates(Stopwatch(threads.single(60.0), torch.device("cpu")), folder, 1).both
 
 
 def _disk_bytes() -> int:

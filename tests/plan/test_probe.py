@@ -32,12 +32,10 @@ from thinwire.plan import (
     probing,
     save_calibration,
 )
-from thinwire.plan import disk_rates as plan_disk
 from thinwire.plan.calibration import CollectiveFit, DiskRates, LinkFit, in_words
 from thinwire.plan.cluster import COLLECTIVES, Collective
-from thinwire.plan.disk_rates import disk_rates
 from thinwire.plan.measure import StepTimer, measure_script, workload_of
-from thinwire.plan.probing import Stopwatch, fit_line, fit_link
+from thinwire.plan.probing import Stopwatch, disk_rates, fit_line, fit_link
 from thinwire.zero import disk as zero_disk
 from thinwire.zero.disk import IN_MEMORY, file_system
 
@@ -220,7 +218,7 @@ RATES = Processor(memory=2e10, encode=1e9, decode=2e9, average=3e9, adam=1e8, ov
 def test_a_disk_is_read_written_and_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if file_system(tmp_path) in IN_MEMORY:
         pytest.skip("temporary files are in memory here")
-    monkeypatch.setattr(plan_disk, "_FILE_BYTES", 32 << 20)
+    monkeypatch.setattr(probing, "_FILE_BYTES", 32 << 20)
     done: list[bool] = []
 
     def transfer(call: Callable[..., int], path: Path, flags: int, view: memoryview, offset: int) -> None:
@@ -232,8 +230,10 @@ def test_a_disk_is_read_written_and_both(monkeypatch: pytest.MonkeyPatch, tmp_pa
         run()
         return {8: 1.0, 0: 2.0, 4: 4.0}[done.count(True)]
 
-    monkeypatch.setattr(plan_disk, "transfer", transfer)
-    found = disk_rates(threads.single(10.0), typical, tmp_path, ranks_per_node=3)
+    monkeypatch.setattr(probing, "transfer", transfer)
+    watch = Stopwatch(threads.single(10.0), torch.device("cpu"))
+    monkeypatch.setattr(watch, "typical", typical)
+    found = disk_rates(watch, tmp_path, ranks_per_node=3)
     assert len(done) == 8
     assert found == DiskRates(write=3.0 * (32 << 20), read=1.5 * (32 << 20), both=0.75 * (32 << 20))
     assert not [*tmp_path.iterdir()]

@@ -1,5 +1,5 @@
-"""Probe of a cluster: collectives over sizes, a transfer beside a computation, and what a rank computes besides the
-model, measured on all ranks at once, as they share their node's cores and memory."""
+"""Probe of a cluster: collectives over sizes, a transfer beside a computation, what a rank computes besides the model,
+and a disk, measured on all ranks at once, as they share their node's cores and memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from io import FileIO
 from itertools import combinations
 from math import log, sqrt
 from pathlib import Path
@@ -18,13 +21,14 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.comm.agreement import on_every_rank
 from thinwire.comm.collectives import Work
 from thinwire.comm.traffic import sent_bytes
 from thinwire.compress import make_codec
-from thinwire.plan.calibration import Calibration, CollectiveFit, LinkFit
+from thinwire.plan.calibration import Calibration, CollectiveFit, DiskRates, LinkFit
 from thinwire.plan.cluster import COLLECTIVES, Collective, Processor
-from thinwire.plan.disk_rates import disk_rates
 from thinwire.plan.units import PlanError, require_positive
+from thinwire.zero.disk import IN_MEMORY, REQUEST_BYTES, THREADS, Buffer, file_system, transfer
 
 # Fits: one disturbed measurement among many does not move the line
 
@@ -232,6 +236,52 @@ def processor_rates(watch: Stopwatch) -> dict[str, float]:
     }
 
 
+# Disks, by the requests, past the page cache, by which optimizer state goes through them
+
+_FILE_BYTES = 256 << 20
+_DISK_REPETITIONS = 3
+
+
+def disk_rates(watch: Stopwatch, folder: Path, ranks_per_node: int) -> DiskRates:
+    """Write and read a file of every rank in `folder`, all at once: bytes a second of a node. Collective.
+
+    Raises PlanError where the folder cannot be used or is in memory, and ValueError on the other ranks.
+    """
+    with on_every_rank(watch.comm, partial(_set_aside, folder), "measure its disk", (PlanError,)) as file:
+        path, buffer = Path(f"/proc/self/fd/{file.fileno()}"), Buffer(REQUEST_BYTES * THREADS)
+        buffer.values.random_()  # a disk may keep zeros, and what repeats, elsewhere
+
+        def request(number: int, writes: bool) -> None:
+            start = number % THREADS * REQUEST_BYTES
+            view, call = buffer.view[start : start + REQUEST_BYTES], os.pwritev if writes else os.preadv
+            transfer(call, path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, view, number * REQUEST_BYTES)
+
+        with ThreadPoolExecutor(THREADS) as pool:
+
+            def move(kinds: Sequence[bool]) -> None:
+                for _ in pool.map(request, range(count), kinds):
+                    pass
+
+            count = _FILE_BYTES // REQUEST_BYTES
+            runs = [partial(move, kinds * (count // 2)) for kinds in ([True, True], [False, False], [True, False])]
+            runs[0]()
+            nbytes = ranks_per_node * _FILE_BYTES
+            write, read, both = (nbytes / watch.typical(run, _DISK_REPETITIONS) for run in runs)
+    return DiskRates(read=read, write=write, both=both)
+
+
+def _set_aside(folder: Path) -> FileIO:
+    """A file without a name, read and written past the page cache."""
+    if (kind := file_system(folder)) in IN_MEMORY:
+        raise PlanError(f"{folder} is {kind}: memory, not a disk. Give a folder of the disk to be measured")
+    try:
+        file = FileIO(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600), "r+")
+        os.posix_fallocate(file.fileno(), 0, _FILE_BYTES)
+    except OSError as error:
+        raise PlanError(f"the disk of {folder} cannot be measured past the page cache: {error.strerror}") from error
+    return file
+
+
 # Parts of the time given: the overlap's, and of the rest the one of the link between nodes, where there are both.
 _OVERLAP = 0.15
 _BETWEEN = 0.65
@@ -257,7 +307,7 @@ def probe(
     node, index, nodes, ranks_per_node = _find_place(comm)
     device = torch.device(device)
     watch = Stopwatch(comm, device)
-    of_disk = None if disk is None else disk_rates(comm, watch.typical, Path(disk), ranks_per_node)
+    of_disk = None if disk is None else disk_rates(watch, Path(disk), ranks_per_node)
     rates = processor_rates(watch)
     between = comm.split(0 if index == 0 else None) if nodes > 1 else None
     inside = comm.split(node) if ranks_per_node > 1 else None
