@@ -16,6 +16,7 @@ import torch
 
 from experiments.common.command_line import Parser, positive
 from experiments.common.launching import launch
+from experiments.common.peak_memory import process_tensor_bytes
 from experiments.common.results import write_json
 from experiments.tasks.sizes import SIZES
 from experiments.training.optimizers import COMPRESSED, OPTIMIZERS, engine_section
@@ -23,7 +24,7 @@ from thinwire import initialize
 from thinwire.comm import Communicator
 from thinwire.engine import Engine
 from thinwire.zero.bucket_layout import frozen_state_formula, model_state_formula
-from thinwire.zero.memory import live_tensor_bytes, process_tensor_bytes
+from thinwire.zero.memory import live_tensor_bytes
 
 __all__ = ["main", "measure"]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import skip_init
 
+from experiments.common.peak_memory import process_tensor_bytes
 from tests.deepspeed import parameter_access, stage3_access
 from tests.deepspeed.parameter_access import trained
 from tests.engine.tiny import FEATURES, Layer, Tiny, settings, train
@@ -20,7 +21,6 @@ from thinwire import comm as communication
 from thinwire import initialize
 from thinwire.comm import Communicator
 from thinwire.deepspeed import utils, zero
-from thinwire.zero.memory import process_tensor_bytes
 
 T = TypeVar("T")  # whose classes hear of their subclasses too
 BF16 = {"bf16": {"enabled": True}}

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from experiments.common.peak_memory import process_tensor_bytes
 from tests.launching import on_threads
 from tests.refusing import refused
 from tests.zero.training import ADAMW, build
 from thinwire.comm import Communicator
 from thinwire.zero.bucket_layout import model_state_formula
-from thinwire.zero.memory import MemoryReport, live_tensor_bytes, process_tensor_bytes
+from thinwire.zero.memory import MemoryReport, live_tensor_bytes
 
 
 def on_cpu(*roots: Any) -> dict[str, int]:

@@ -3,7 +3,6 @@ saves is known on any device, without trusting an allocator's counters."""
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -89,22 +88,6 @@ def live_tensor_bytes(*roots: Any) -> dict[tuple[str, str], int]:
     for (device, _), (rank, nbytes) in sorted(storages.items()):
         held = (CATEGORIES[rank], device)
         total[held] = total.get(held, 0) + nbytes
-    return total
-
-
-def process_tensor_bytes() -> dict[str, int]:
-    """Bytes of all tensors that Python knows in this process, by device, each storage once.
-
-    Where ranks are threads this is all of them together. Tensors that only autograd or C++ holds are not seen. It takes
-    some tens of milliseconds a million objects of the process.
-    """
-    # Goes by an object's type, as `isinstance` would run the code of proxies. A list of all objects to search would
-    # break other threads: one that fills a tuple from a generator fails where another object refers to it meanwhile.
-    kinds = with_subclasses([Tensor])
-    everything = [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
-    total: dict[str, int] = {}
-    for (_, device), nbytes in live_tensor_bytes(everything).items():
-        total[device] = total.get(device, 0) + nbytes
     return total
 
 
