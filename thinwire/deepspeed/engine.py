@@ -375,10 +375,7 @@ class DeepSpeedEngine(TrainingEngine):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """At stage 3, what save_16bit_model writes, on rank 0's CPU; None on other ranks. Collective.
-
-        Raises ValueError at other stages, as DeepSpeed does.
-        """
+        """At stage 3 alone, what save_16bit_model writes, on rank 0's CPU; None on other ranks. Collective."""
         if not self.zero_optimization_partition_weights():
             raise ValueError(
                 "_zero3_consolidated_16bit_state_dict() is for stage 3, and this engine is at stage "

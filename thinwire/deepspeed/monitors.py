@@ -88,10 +88,7 @@ class ThroughputTimer:
 
 
 class _SectionMonitor(Monitor):
-    """`config`: the section, or a configuration that has it. Its keys are attributes.
-
-    `comm`: by default that of the job. Collective; raises as `Monitor` does.
-    """
+    """A section, given itself or in a configuration, whose keys are attributes. `comm`: by default that of the job."""
 
     _place: ClassVar[str]
 

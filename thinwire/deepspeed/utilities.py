@@ -210,9 +210,7 @@ def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
         print(text, flush=True)
 
 
-@cache
-def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
-    log_dist(message, ranks, level)
+_log_once = cache(log_dist)
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:

@@ -96,10 +96,8 @@ def recomputed_call(
 
 
 class _RecomputedForward:
-    """A module's `forward` that keeps its inputs instead of its activations.
-
-    An object rather than a closure, so that a deep copy of the module runs the copy's parameters.
-    """
+    """A module's `forward` that keeps its inputs instead of its activations. An object rather than a closure, so that a
+    deep copy of the module runs the copy's parameters."""
 
     def __init__(self, module: nn.Module, cpu_checkpointing: bool) -> None:
         self._module = module

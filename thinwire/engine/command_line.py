@@ -57,9 +57,7 @@ def add_config_commands(parser: argparse.ArgumentParser) -> None:
 def _run_on_checkpoint(arguments: argparse.Namespace) -> int:
     from thinwire.engine.checkpoint import exporting
 
-    return {"verify": exporting.verify, "inspect": exporting.inspect, "export": exporting.export}[arguments.command](
-        arguments
-    )
+    return int(getattr(exporting, arguments.command)(arguments))
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -211,8 +211,7 @@ def _plug_in(
 
 
 def _say_at_start(comm: Communicator, settings: EngineConfig, given: Given, passed_over: int) -> None:
-    """Say which keys have no effect, which sections give way to an optimizer or schedule passed beside them, and how
-    many of `model_parameters` that optimizer passes over."""
+    """Say what of the configuration, and how many of `model_parameters`, have no effect."""
     if not comm.speaks:
         return
     lines = [settings.remarks.line()]

@@ -383,10 +383,7 @@ class TagError(ValueError, AssertionError):
 
 
 def _one_tag(comm: Communicator, tag: str, validation: str) -> str:
-    """Rank 0's tag, on every rank. Collective.
-
-    Where a rank has another one: with `validation` "Fail" TagError on every rank, with "Warn" a warning on rank 0.
-    """
+    """Rank 0's tag, on every rank. Collective."""
     tags = [one.decode() for one in comm.all_gather_bytes(tag.encode(errors="backslashreplace"), "save a checkpoint")]
     other = next((rank for rank, one in enumerate(tags) if one != tags[0]), None)
     if other is None or validation == "Ignore":

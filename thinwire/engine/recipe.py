@@ -157,8 +157,7 @@ def groups_of(parameters: ParamsT) -> list[dict[str, Any]]:
 
 
 def _count_missing(given: ParamsT, held: ParamsT) -> int:
-    """How many of `given` the optimizer lacks, frozen ones left out. Raises ValueError for others
-    in it."""
+    """How many of `given` the optimizer lacks, frozen ones left out."""
     mine, theirs = _trainable(given), _trainable(held)
     missing, foreign = len(mine - theirs), len(theirs - mine)
     if foreign:

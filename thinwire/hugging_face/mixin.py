@@ -291,10 +291,7 @@ class TrainerMixin(_Trainer):
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULE), weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore this rank's random numbers; on another number of ranks than has saved, of those that were there.
-
-        Raises CheckpointError, on every rank, where a rank's file is gone or damaged: it would draw other numbers.
-        """
+        """Restore this rank's random numbers; on another number of ranks than has saved, of those that were there."""
         if checkpoint is None:
             return
         load, arguments, engine = super()._load_rng_state, self.args, self._engine

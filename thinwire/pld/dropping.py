@@ -176,10 +176,8 @@ class _PassBy(torch.autograd.Function):
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that want a gradient; a shared one may come twice.
-
-    `module.parameters()` makes their names and looks for repetitions: more than all the rest of a dropped layer costs.
-    """
+    """The parameters that want a gradient; a shared one may come twice: to look for those, as `module.parameters()`
+    does, takes longer than all the rest of a dropped layer."""
     found = [one for one in module._parameters.values() if one is not None and one.requires_grad]
     for child in module._modules.values():
         if child is not None:

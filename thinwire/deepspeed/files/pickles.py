@@ -216,10 +216,7 @@ def read_pickle(path: Path, output: Path) -> dict[str, Any]:
 
 
 def _verify(file: BinaryIO) -> bool:
-    """Read every byte of a zip file, and compare it with the checksums; whether there are any: torch can save without.
-
-    Raises ValueError or BadZipFile for what torch.save has not written so.
-    """
+    """Read every byte of a zip file, and compare it with the checksums; whether there are any."""
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
         for one in entries:

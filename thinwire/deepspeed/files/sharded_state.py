@@ -146,10 +146,7 @@ def _spread(
 def _check_agreement(
     name: str, weights: Tensor, master_weights: Sequence[SavedSlice], files: Sequence[OptimizerFile]
 ) -> None:
-    """Compare the model's weights with the optimizer's, which round to them: files of different saves do not.
-
-    A user may have written to some of them since the last step, and not to most.
-    """
+    """Compare the model's weights with the optimizer's, most of which round to them but in files of several saves."""
     flat, same = weights.reshape(-1), 0
     for one in master_weights:
         mine = flat[one.start : one.start + one.tensor.numel()]

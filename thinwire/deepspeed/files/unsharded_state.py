@@ -115,11 +115,8 @@ def _groups(held: UnshardedOptimizer) -> list[_Group]:
 
 
 def _assign(model: ModelFiles, groups: Sequence[_Group], file: ModelFile) -> list[list[str]]:
-    """The names of each group's parameters, in its order, which is the model's within a group.
-
-    Every parameter of the model is tried in turn as the next of each group; what is left of the ways to place all of
-    them must be one.
-    """
+    """The names of each group's parameters, in the model's order: every one is tried in turn as the next of each group,
+    and one way to place all of them must be left."""
     names = list(model.module)
     goals = tuple(
         group.copies[0].numel() if group.flat and group.copies else len(group.settings.get("params", ()))

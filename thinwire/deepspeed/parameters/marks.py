@@ -237,6 +237,14 @@ class ParameterShard:
         for name in (_ATTRIBUTE, *_DESCRIPTION):
             delattr(parameter, name)
 
+    @torch.no_grad()
+    def hand_over(self, parameter: nn.Parameter, wanted: Tensor) -> Tensor:
+        """All of its values, in the dtype of `wanted`; the parameter is let go of. Collective."""
+        values = self.whole(parameter, wanted.dtype)
+        self.forget(parameter)
+        parameter.data = values.new_empty(0)
+        return values
+
     def _write(self, parameter: nn.Parameter, whole: Tensor) -> None:
         """Keep the own part; where `whole` is what was shown of more bits, those bits stay."""
         kept = _kept(parameter)

@@ -221,18 +221,16 @@ class _Prepared(Preparation):
     @override
     def stand_ins(self, model: nn.Module) -> Mapping[str, Callable[[Tensor], Tensor]]:
         # New ones are fp32 if they train, as those of any model at stage 3, and tied where the old ones were.
-        found = {name: one for name, one in model.named_parameters() if shard_of(one) is not None}
+        found = {name: (one, shard) for name, one in model.named_parameters() if (shard := shard_of(one)) is not None}
         new: dict[int, nn.Parameter] = {}
-        for one in found.values():
-            shard = shard_of(one)
-            assert shard is not None
+        for one, shard in found.values():
             dtype = torch.float32 if one.requires_grad else one.dtype
             values = torch.empty(shard.shape, dtype=dtype, device="meta")
             new[id(one)] = nn.Parameter(values, requires_grad=one.requires_grad)
         for module, name, parameter in list(_places(model)):
             if id(parameter) in new:
                 module._parameters[name] = new[id(parameter)]
-        return {name: partial(_take_values, placeholder) for name, placeholder in found.items()}
+        return {name: partial(shard.hand_over, placeholder) for name, (placeholder, shard) in found.items()}
 
     @override
     def is_unit(self, module: nn.Module) -> bool:
@@ -263,17 +261,6 @@ class _Prepared(Preparation):
 PREPARED = _Prepared()
 
 
-@torch.no_grad()
-def _take_values(placeholder: nn.Parameter, wanted: Tensor) -> Tensor:
-    """All values, in the dtype of `wanted`; the placeholder lets go of its own. Collective."""
-    shard = shard_of(placeholder)
-    assert shard is not None
-    values = shard.whole(placeholder, wanted.dtype)
-    shard.forget(placeholder)
-    placeholder.data = values.new_empty(0)
-    return values
-
-
 def _describe_gathered(layer: nn.Module, sharded: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
     """Have the whole parameters that a layer's first forward finds in the model's place say the same. torch keeps
     these objects, and gathers into them again."""
@@ -301,10 +288,7 @@ def _places(layer: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def _compare_shards() -> None:
-    """Have torch.allclose take two DTensors that are sharded alike, from now on in this process. It is collective then.
-
-    A torch that has a rule of its own, or nowhere to put one, is left as it is.
-    """
+    """Have torch.allclose, collective then, take two DTensors that are sharded alike, from now on in this process."""
     from torch.distributed.tensor import DTensor  # half a second that only stage 3 should cost
 
     handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
@@ -313,10 +297,7 @@ def _compare_shards() -> None:
 
 
 def _allclose(_operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether every rank's shards are. `args` and `kwargs` are torch.allclose's.
-
-    Raises ValueError unless both are sharded alike.
-    """
+    """Whether every rank's shards are. `args` and `kwargs` are torch.allclose's."""
     first, second, *tolerances = args
     if not (is_sharded(first) and is_sharded(second)) or _cut(first) != _cut(second):
         raise ValueError(

@@ -108,7 +108,12 @@ def _replace(path: Path, tensors: Mapping[str, Tensor | LazyTensor], same: Mappi
         if path.suffix == _SAFETENSORS:
             write_tensors(unfinished, {**tensors, **{alias: tensors[name] for alias, name in same.items()}})
         else:
-            _save(unfinished, tensors, same)
+            values: dict[str, Tensor] = {}
+            for name, one in tensors.items():
+                tensor = one.contiguous().detach().cpu().reshape(one.shape)
+                # torch.save writes the whole memory that a view is of.
+                values[name] = tensor if tensor.untyped_storage().nbytes() == one.nbytes else tensor.clone()
+            save_new(unfinished, values | {alias: values[name] for alias, name in same.items()})
 
 
 @contextmanager
@@ -121,15 +126,6 @@ def replaced(path: Path) -> Iterator[Path]:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _save(path: Path, tensors: Mapping[str, Tensor | LazyTensor], same: Mapping[str, str]) -> None:
-    values: dict[str, Tensor] = {}
-    for name, one in tensors.items():
-        tensor = one.contiguous().detach().cpu().reshape(one.shape)
-        # torch.save writes the whole memory that a view is of.
-        values[name] = tensor if tensor.untyped_storage().nbytes() == one.nbytes else tensor.clone()
-    save_new(path, values | {alias: values[name] for alias, name in same.items()})
 
 
 def save_new(path: Path, values: Mapping[str, Any]) -> None:

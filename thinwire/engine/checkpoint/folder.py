@@ -146,10 +146,8 @@ class CheckpointFolder:
             return self._remove_whole(tag, self.path / tag, secrets.token_hex(4))
 
     def _clear_up(self, lock: FolderLock) -> Iterator[str]:
-        """Bring back what a killed save had moved aside, and remove everything else that killed saves have left.
-
-        What a live job may have in flight stays. Yields what could not be done.
-        """
+        """Bring back what a killed save had moved aside, and remove all else that killed saves, not live jobs, have
+        left. Yields what could not be done."""
         for path in sorted(self.path.iterdir()):
             hidden = HIDDEN.fullmatch(path.name)
             if not hidden or not _is_over(path, hidden["state"], lock):

@@ -309,10 +309,7 @@ class CheckpointStore:
     def _publish(
         self, tag: str, nonce: str, snapshot: Snapshot, claim: Claim, latest: bool, abandoned: threading.Event
     ) -> tuple[list[str], list[str]]:
-        """Replace the receipts of all ranks by the manifest and give the checkpoint its name; what `prune` has done.
-
-        Raises OSError; ValueError where the ranks' slices are not every parameter once.
-        """
+        """Replace the receipts of all ranks by the manifest and give the checkpoint its name; what `prune` has done."""
         folder, comm = self._folder, self._comm
         path = folder.hidden(tag, nonce)
         try:

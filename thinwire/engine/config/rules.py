@@ -98,8 +98,7 @@ def _idle_keys(config: EngineConfig) -> Iterator[tuple[str, str]]:
 
 
 def _unread(config: EngineConfig) -> Iterator[tuple[str, str]]:
-    """Values in sections that never say "enabled" (with "enabled": false it is plain that they are off), and those of a
-    dynamic loss scale beside a fixed one."""
+    """Values in sections that never say "enabled", and those of a dynamic loss scale beside a fixed one."""
     for name in _SWITCHED:
         section = getattr(config, name)
         if "enabled" not in section.model_fields_set:
