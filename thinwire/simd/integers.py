@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 
 from thinwire.simd import building, floats
 from thinwire.simd.building import LANES, add_intrinsic, loader, operation, pointer, select_by_bits, splat, storer
+from thinwire.simd.compiling import helper
 
 _INT = ir.IntType(32)
 _WORD = ir.IntType(64)
@@ -19,6 +21,9 @@ _INTS = ir.VectorType(_INT, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
+
+_SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint32(16), np.uint32(15), np.uint32(16)
+_FACTOR_1, _FACTOR_2 = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 
 vector = building.vector_type("uint32x16", _INTS)
 
@@ -94,3 +99,13 @@ def look_up(typing_context: Any, table: Any, codes: Any, index: Any) -> Any:
         return result
 
     return floats.vector(table, codes, types.intp), generate
+
+
+@helper
+def mix(word: Integers) -> Integers:
+    """Words that look drawn by chance, each another for each given: shifts and factors of lowbias32 (Wellons, 2018)."""
+    word = bit_xor(word, shift_right(word, _SHIFT_1))
+    word = multiply(word, broadcast(_FACTOR_1))
+    word = bit_xor(word, shift_right(word, _SHIFT_2))
+    word = multiply(word, broadcast(_FACTOR_2))
+    return bit_xor(word, shift_right(word, _SHIFT_3))

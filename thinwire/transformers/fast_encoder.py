@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.transformers.documents import Documents, by_document
+from thinwire.transformers.dropout import SeededDropout
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -84,6 +85,7 @@ def accelerate(model: _Model) -> _Model:
     with labels, its head sees labelled tokens alone, and the loss comes without logits. Results are otherwise those
     of the plain model up to rounding; weights, `state_dict` and `save_pretrained` are untouched. Calls that need no
     such thing, or other masks, take the plain path. Positions count padding, if it is on the left, as they did.
+    Dropout in fp32 on CPUs, but for that of attention, draws other masks from torch's seed, and stores none.
 
     Sparse attention (`sparsify`) goes in before, and attends within documents then. `undo` gives the plain model back.
 
@@ -104,8 +106,12 @@ def accelerate(model: _Model) -> _Model:
         plug.handles.append(encoder.register_forward_pre_hook(_join, with_kwargs=True))
         plug.handles.append(encoder.register_forward_hook(_pad, with_kwargs=True))
     for head in (one for one in model.modules() if type(one).__name__ in _HEADS):
-        plug.heads.append(head)
+        plug.replaced.append(head)
         head.forward = _MaskedLanguageModel(head)
+    dropouts: list[Any] = [one for one in model.modules() if type(one) is nn.Dropout and "forward" not in vars(one)]
+    for layer in dropouts:
+        plug.replaced.append(layer)
+        layer.forward = SeededDropout(layer)
     setattr(model, _PLUG, plug)
     return model
 
@@ -118,18 +124,19 @@ def undo(model: _Model) -> _Model:
             encoder.set_attn_implementation(implementation)
         for handle in plug.handles:
             handle.remove()
-        for head in plug.heads:
-            del head.forward
+        for one in plug.replaced:
+            del one.forward
     return model
 
 
 @dataclass(frozen=True)
 class _Plug:
-    """What `accelerate` has put into a model: encoders with what they attended with, hooks, and heads."""
+    """What `accelerate` has put into a model: encoders with what they attended with, hooks, and modules with another
+    forward."""
 
     attended: list[tuple[Any, str]]
     handles: list[RemovableHandle] = field(default_factory=list)
-    heads: list[nn.Module] = field(default_factory=list)
+    replaced: list[nn.Module] = field(default_factory=list)
 
 
 def _join(encoder: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -96,8 +96,7 @@ _C1, _C2, _C3, _C4, _C5, _C6 = (
     for one in (0.6931472029, 0.2402264791, 0.05550332471, 0.00961843736, 0.001339887452, 0.000153533616)
 )
 
-_SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint32(16), np.uint32(15), np.uint32(16)
-_FACTOR_1, _FACTOR_2, _GOLDEN = np.uint32(0x7FEB352D), np.uint32(0x846CA68B), np.uint32(0x9E3779B9)
+_GOLDEN = np.uint32(0x9E3779B9)
 
 
 @helper
@@ -230,19 +229,9 @@ def add_masks(scores: Floats, tile: Tile, keys: Integers, count: int, head: Head
 
 
 @helper
-def mix(word: Any) -> Any:
-    """The 32-bit mixer of `thinwire.sparse_attn.reference` on sixteen words."""
-    word = integers.bit_xor(word, integers.shift_right(word, _SHIFT_1))
-    word = integers.multiply(word, integers.broadcast(_FACTOR_1))
-    word = integers.bit_xor(word, integers.shift_right(word, _SHIFT_2))
-    word = integers.multiply(word, integers.broadcast(_FACTOR_2))
-    return integers.bit_xor(word, integers.shift_right(word, _SHIFT_3))
-
-
-@helper
 def drop(values: Any, first_query: int, key: int, dropout: Dropout) -> Any:
     """Sixteen consecutive queries' values for one key: 0 where dropout drops, `kept` times the value elsewhere."""
-    row_keys = mix(integers.add(integers.broadcast(dropout.keys), integers.lanes(np.uint32(first_query))))
+    row_keys = integers.mix(integers.add(integers.broadcast(dropout.keys), integers.lanes(np.uint32(first_query))))
     column = integers.broadcast(np.uint32(np.uint32(key) * _GOLDEN))
-    dropped = integers.below(mix(integers.bit_xor(row_keys, column)), integers.broadcast(dropout.threshold))
+    dropped = integers.below(integers.mix(integers.bit_xor(row_keys, column)), integers.broadcast(dropout.threshold))
     return floats.select(dropped, floats.broadcast(_ZERO), floats.multiply(values, floats.broadcast(dropout.kept)))
