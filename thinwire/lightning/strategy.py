@@ -57,24 +57,23 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], world_size: in
             )
 
 
-def check_clipping(optimizer: Any, value: float | None, algorithm: str | None) -> None:
-    """Raise ValueError where Lightning is to clip otherwise than this optimizer does.
+def check_clipping(optimizer: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: str | None = None) -> None:
+    """Raise ValueError where Lightning is to clip otherwise than this optimizer does; a plugin's `clip_gradients`.
 
-    `value` and `algorithm`: the Trainer's gradient_clip_val and gradient_clip_algorithm, or what `clip_gradients` of a
-    LightningModule was given.
+    `clip_val` and `gradient_clip_algorithm`: the Trainer's, or what `clip_gradients` of a LightningModule was given.
     """
-    if not value:
+    if not clip_val:
         return
     name = type(optimizer).__name__.removeprefix("Lightning")
-    if algorithm is not None and str(getattr(algorithm, "value", algorithm)) != "norm":
+    if getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) not in (None, "norm"):
         raise ValueError(
             f'gradient_clip_algorithm="value" clips every element of a gradient, which has left for the other ranks by '
-            f'then: clip by norm, with gradient_clip_algorithm="norm" and max_norm={value} of {name}'
+            f'then: clip by norm, with gradient_clip_algorithm="norm" and max_norm={clip_val} of {name}'
         )
-    if value != optimizer.max_norm:
+    if clip_val != optimizer.max_norm:
         raise ValueError(
-            f"gradient_clip_val is {value} and max_norm of {name} is {optimizer.max_norm}: pass max_norm={value} to "
-            f"{name}, as the optimizer clips for the Trainer, by the averaged gradient's norm"
+            f"gradient_clip_val is {clip_val} and max_norm of {name} is {optimizer.max_norm}: pass max_norm={clip_val} "
+            f"to {name}, as the optimizer clips for the Trainer, by the averaged gradient's norm"
         )
 
 
@@ -255,7 +254,7 @@ class ThinwireStrategy(_DDPStrategy):
     def setup_precision_plugin(self) -> None:
         """Have clipping checked, and left to the optimizers."""
         super().setup_precision_plugin()
-        vars(self.precision_plugin)["clip_gradients"] = _leave_clipping
+        vars(self.precision_plugin)["clip_gradients"] = check_clipping
 
     def teardown(self) -> None:
         """Leave everything as it was found."""
@@ -390,10 +389,3 @@ class ThinwireStrategy(_DDPStrategy):
     @property
     def _synchronized(self) -> list[SynchronizedOptimizer]:
         return cast(list[SynchronizedOptimizer], self.optimizers)
-
-
-def _leave_clipping(
-    optimizer: torch.optim.Optimizer, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = None
-) -> None:
-    """What a precision plugin's `clip_gradients` does then; raises ValueError for another norm than the optimizer's."""
-    check_clipping(optimizer, clip_val, gradient_clip_algorithm)

@@ -125,7 +125,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool =
     check_same_on_every_rank(comm, [*model.parameters()], [], settings)
     _send_from_first(comm, model)
     between = _BetweenMatrices(mesh)
-    model.register_forward_pre_hook(lambda *_: between.leave())  # where an error has left it
+    model.register_forward_pre_hook(between.leave)  # where an error has left it
     for name, style in matrices.items():
         module = base.get_submodule(name)
         if style == "replicated_with_grad_allreduce":
@@ -133,7 +133,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool =
                 parameter.register_hook(partial(_add_up, comm))  # type: ignore[no-untyped-call]
             continue
         is_row = style == "rowwise"
-        module.register_forward_pre_hook(between.on_leaving if is_row else between.on_entering)
+        module.register_forward_pre_hook(between.leave if is_row else between.on_entering)
         parallelize_module(module, mesh, _style(module, style, sequence_parallel))
     for path in plan.split_sizes:
         path, _, attribute = path.rpartition(".")
@@ -228,18 +228,14 @@ class _BetweenMatrices:
                 self.draw_own()
         return (self._whole,)
 
-    def on_leaving(self, module: nn.Module, args: Any) -> None:
-        """Go back to common numbers."""
-        self.leave()
-
     def draw_own(self) -> None:
         """Draw what no other rank draws, until `leave`."""
         seed = int(torch.randint(1 << 62, ()))
         self._common = self._generator.get_state()
         self._generator.manual_seed(seed + self.mesh.get_local_rank())
 
-    def leave(self) -> None:
-        """Draw what all ranks draw."""
+    def leave(self, *_: object) -> None:
+        """Draw what all ranks draw; a hook, before or after a forward."""
         if self._common is not None:
             self._generator.set_state(self._common)
         self._given = self._whole = self._common = None
@@ -331,7 +327,7 @@ def _cut_sequence(base: nn.Module, plan: _Plan, mesh: DeviceMesh, between: _Betw
     for path in plan.dropouts:
         for _, module in _matching(base, path):
             module.register_forward_pre_hook(lambda module, _: between.draw_own() if module.training else None)
-            module.register_forward_hook(lambda *_: between.leave())
+            module.register_forward_hook(between.leave)
     first, last = base.get_submodule(plan.first), base.get_submodule(plan.last)
     cut: dict[str, Any] = {"output_layouts": Replicate(), "desired_output_layouts": Shard(1)}
     parallelize_module(first, mesh, PrepareModuleOutput(**cut, use_local_output=False))
