@@ -116,6 +116,7 @@ BY_NODE = [
     Subject("OneBitLion", 1, nodes=(0, 0, 1, 1)),
 ]
 """Those whose workers are nodes of two ranks."""
+UNUSUAL = [*ROUNDED, *CODED, *BY_NODE]
 
 
 def next_send(optimizer: Any) -> Send:

@@ -1,6 +1,6 @@
 """Every behaviour of every optimizer of the registry, at every stage of its; what is one of `OF_HOMES` one of each of
-`HOMES` meets, by turns. Of those with an unusual warmup, of those with an unusual codec, and of those by node, one
-meets it, by turns, or all where it is one of `EVERYWHERE`."""
+`HOMES` meets, by turns. Of those with an unusual warmup, with an unusual codec, and by node, one meets it, by turns, or
+all where it is one of `EVERYWHERE`."""
 
 import warnings
 
@@ -8,14 +8,12 @@ import pytest
 
 from tests.optim.behaviours import parameters, refusals, rounds, scaling, state
 from tests.optim.subject import (
-    BY_NODE,
-    CODED,
     EVERYWHERE,
     HOMES,
     OF_HOMES,
-    ROUNDED,
     SIZES,
     SUBJECTS,
+    UNUSUAL,
     WARNS,
     Body,
     Subject,
@@ -25,14 +23,10 @@ from thinwire.comm import threads
 NOTED = (parameters, refusals, rounds, scaling, state)  # importing one notes its behaviours
 
 
-def of_turn(number: int, some: list[Subject], body: Body) -> list[Subject]:
-    return some if body in EVERYWHERE else [some[number % len(some)]]
-
-
 def subjects(number: int, body: Body, size: int) -> list[Subject]:
-    usual = [one for some in HOMES for one in of_turn(number, some, body)] if body in OF_HOMES else SUBJECTS
-    unusual = (ROUNDED, CODED, BY_NODE if size == 2 else [])
-    return [*usual, *(one for some in unusual if some for one in of_turn(number, some, body))]
+    usual = [some[number % len(some)] for some in HOMES] if body in OF_HOMES else SUBJECTS
+    unusual = [one for one in UNUSUAL if size == 2 or not one.nodes]
+    return [*usual, *(unusual if body in EVERYWHERE else [unusual[5 * number % len(unusual)]])]
 
 
 CASES = [
