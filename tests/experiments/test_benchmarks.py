@@ -33,6 +33,7 @@ from experiments.benchmarks.kernel_peers import (
 )
 from experiments.benchmarks.machine_code import Compiler, Program, disassemble, find_tool, resources
 from experiments.convergence import pipeline_codecs
+from experiments.tasks.next_character import CharacterModelSize
 from tests.compiled import compiled
 from tests.experiments.helpers import write_text, written
 from tests.launching import Jobs, free_port
@@ -147,7 +148,11 @@ def test_codec_errors_write_numbers(tmp_path: Path) -> None:
     assert next(one for one in found if one["block_size"] == 256)["bits"] == 4.125
 
 
-def test_pipeline_codecs_write_losses_and_keep_those_that_are_there(tmp_path: Path) -> None:
+def test_pipeline_codecs_write_losses_and_keep_those_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_codecs, "_SIZE", CharacterModelSize(layers=4, width=64, heads=2, length=16))
+    monkeypatch.setattr(pipeline_codecs, "_CHARACTERS", 100_000)
     names = ["exact", "int4, int8", "int4 of 64 turned, int8"]
     for _ in range(2):
         output = tmp_path / "losses.json"

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,11 @@ def test_convergence_writes_every_curve_and_findings_of_all_seeds(tmp_path: Path
     assert digits["findings"]["onebit-adam"]["exact_loss"] == pytest.approx(sum(losses) / 2)
 
 
-def test_the_recipe_trains_both_phases(tmp_path: Path) -> None:
-    corpus = write_text(tmp_path / "shopping.txt", 4000)
-    sizes = ["--steps", "2", "--batch-size", "64", "--vocab-size", "80", "--without-large"]
+def test_the_recipe_trains_both_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = tuple(replace(one, length=one.length // 8, micro_batch=one.micro_batch // 2) for one in bert_recipe.PHASES)
+    monkeypatch.setattr(bert_recipe, "PHASES", short)
+    corpus = write_text(tmp_path / "shopping.txt", 1500)
+    sizes = ["--steps", "2", "--batch-size", "32", "--vocab-size", "80", "--without-large"]
     settings = bert_recipe.parse([*sizes, "--corpus", str(corpus), "--output", str(tmp_path)])
     threads.run(lambda comm: bert_recipe.pretrain(comm, settings), 2)
     run = written(tmp_path, "bert_recipe")["runs"]["onebit-lamb"]
