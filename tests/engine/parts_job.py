@@ -87,11 +87,7 @@ def four() -> None:
     check(gpt2, 2, 1, on="meta", zero_optimization={"stage": 1})
     check(gpt2, 1, 2, on="meta")
     check(partial(bert, 2), 1, 2, zero_optimization={"stage": 2})
-
-
-def eight() -> None:
-    """GPT-2 at stage 1: `cube` of tests/parallel."""
-    check(partial(bert, 2), 2, 2, on="meta")
+    check(partial(bert, 2), 2, 2, on="meta")  # with replicas too: `cube` of tests/parallel
 
 
 def rounded() -> None:

@@ -63,9 +63,8 @@ def refuse_damaged(folder: Path, tag: str) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("mesh", ["dp2xtp2", "pp2xtp2"])
-def test_a_lost_rank_is_named_and_the_last_checkpoint_loads(jobs: Jobs, tmp_path: Path, mesh: str) -> None:
-    for survivor in jobs.orphans(4, *PROGRAM, str(tmp_path), mesh, victim=3):
+def test_a_lost_rank_is_named_and_the_last_checkpoint_loads(jobs: Jobs, tmp_path: Path) -> None:
+    for survivor in jobs.orphans(4, *PROGRAM, str(tmp_path), "pp2xtp2", victim=3):
         assert survivor.returncode != 0
         error = next(line for line in survivor.stdout.splitlines() if "thinwire.comm.errors.Communication" in line)
         assert "rank 3 did not answer" in error
