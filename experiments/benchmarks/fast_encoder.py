@@ -1,5 +1,5 @@
 """What a sample costs a BERT that learns masked words of sentences: padded as most write it, compiled with batches
-sorted by length, and with `thinwire.transformers.accelerate`.
+sorted by length, and with `thinwire.transformers.accelerate`. `--seeds` asks what the last learns beside the first.
 
 Systems take turns in one process; each has a model of its own, from the same weights. Time is of the processor, which
 other work on the machine hardly changes.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import re
 import sys
 import time
@@ -41,6 +42,7 @@ _PADDED, _COMPILED, _FAST = "padded", "compiled, sorted", "thinwire"
 _LENGTH, _POOL = 512, 32  # tokens of the longest sentence kept; batches among which lengths are sorted
 _RATE = 1e-4
 _WARM_UP = 4  # steps that compile and allocate, not timed
+_LEARNING_RATE, _STEPS, _HELD_OUT = 2e-3, 500, 640  # of what is learned; sentences that tell its loss
 
 Batch = dict[str, Tensor]
 
@@ -76,9 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{size:8} {row['name']:18} {row['milliseconds']:15.2f} {row['speed']:13.2f}x {row['first_loss']:8.4f}",
                 flush=True,
             )
+    learned = []
+    for seed, size in itertools.product(range(options.seeds), options.sizes):
+        losses = {name: _learn(SIZES[size], sentences, seed, options, name) for name in (_PADDED, _FAST)}
+        learned.append({"size": size, "seed": seed, **losses})
+        print(f"{size:8} seed {seed}: {losses}, {losses[_FAST] / losses[_PADDED] - 1:+.2%}", flush=True)
     write_json(
         options.output,
         {
+            "learned": {"steps": _STEPS, "dropout": options.dropout, "losses": learned},
             "machine": describe(),
             "corpus": corpus,
             "batch": options.batch_size,
@@ -89,9 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(size: BertSize, sentences: _Sentences, options: argparse.Namespace) -> list[dict[str, Any]]:
-    torch.manual_seed(0)
-    plain = BertForMaskedLM(
+def _model(size: BertSize, sentences: _Sentences, seed: int, dropout: float) -> BertForMaskedLM:
+    torch.manual_seed(seed)
+    return BertForMaskedLM(
         BertConfig(
             vocab_size=sentences.vocabulary,
             hidden_size=size.width,
@@ -99,8 +107,39 @@ def _measure(size: BertSize, sentences: _Sentences, options: argparse.Namespace)
             num_attention_heads=size.heads,
             intermediate_size=4 * size.width,
             max_position_embeddings=_LENGTH,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
         )
     )
+
+
+def _learn(size: BertSize, sentences: _Sentences, seed: int, options: argparse.Namespace, name: str) -> float:
+    """The loss on sentences held out, of a model trained on the others."""
+    model = _model(size, sentences, seed, options.dropout).train()
+    if name == _FAST:
+        accelerate(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, _STEPS, pct_start=0.1)
+    random, held = np.random.default_rng(seed), min(_HELD_OUT, len(sentences.tokens) // 5)
+    for _ in range(_STEPS):
+        chosen = random.choice(len(sentences.tokens) - held, options.batch_size)
+        model(**_batch([sentences.tokens[one] for one in chosen], sentences.vocabulary)).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        rates.step()
+    total, count = 0.0, 0
+    for start in range(len(sentences.tokens) - held, len(sentences.tokens), options.batch_size):
+        batch = _batch(sentences.tokens[start : start + options.batch_size], sentences.vocabulary)
+        labels = int((batch["labels"] != -100).sum())
+        with torch.no_grad():
+            total += labels * float(model.eval()(**batch).loss)
+        count += labels
+    return total / count
+
+
+def _measure(size: BertSize, sentences: _Sentences, options: argparse.Namespace) -> list[dict[str, Any]]:
+    plain = _model(size, sentences, 0, options.dropout)
     compiled = copy.deepcopy(plain)
     compiled.compile(dynamic=True)
     steps = {_PADDED: _step(copy.deepcopy(plain)), _COMPILED: _step(compiled), _FAST: _step(accelerate(plain), True)}
@@ -177,6 +216,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["mini", "small"])
     parser.add_argument("--batch-size", type=positive, default=32, help="sentences")
     parser.add_argument("--rounds", type=positive, default=32, help="steps of each system")
+    parser.add_argument("--seeds", type=int, default=0, help="of 500 steps of learning, padded and fast, after that")
+    parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--corpus", nargs="+", type=Path, help="text files; default: Python's standard library")
     parser.add_argument("--vocab-size", type=positive, default=16384, help="most tokens to learn")

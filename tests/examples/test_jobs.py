@@ -98,6 +98,25 @@ def test_mpi_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert container(replicas["Worker"])["image"] == launcher["image"]
 
 
+def test_elastic_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers find the meeting place by its service, and begin when as many are there as pods are started."""
+    service, meeting, job = yaml.safe_load_all((EXAMPLES / "elastic_kubernetes.yaml").read_text())
+    assert [one["kind"] for one in (service, meeting, job)] == ["Service", "Deployment", "Job"]
+    labels = meeting["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == meeting["spec"]["selector"]["matchLabels"] == labels
+    (port,) = service["spec"]["ports"]
+    served = container(meeting["spec"])["command"]
+    check_words(served)
+    assert served[-1] == f"0.0.0.0:{port['port']}"
+    worker, spec = container(job["spec"]), job["spec"]
+    (place,) = worker["env"]
+    assert place == {"name": "THINWIRE_MEETING", "value": f"{service['metadata']['name']}:{port['port']}"}
+    check_words(worker["command"])
+    check_example("elastic_steps.py", worker["args"], monkeypatch)
+    assert worker["args"] == ["--workers", str(spec["parallelism"])]
+    assert spec["completions"] == spec["parallelism"]
+
+
 def test_azure_job(monkeypatch: pytest.MonkeyPatch) -> None:
     job = load("azureml_job.yaml")
     assert job["type"] == "command"
