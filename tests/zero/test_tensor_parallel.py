@@ -7,7 +7,7 @@ from tests.zero.tensor_parallel_job import JOB
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("replicas", "tasks"), [(1, "exact resume"), (2, "exact compressed sharded refusals")])
-def test_two_ranks_hold_a_model(jobs: Jobs, replicas: int, tasks: str) -> None:
-    done = jobs.torchrun(2 * replicas, *JOB, str(replicas), "2", *tasks.split())
+def test_two_ranks_hold_a_model(jobs: Jobs) -> None:
+    """Of two replicas; one alone: tests/engine/parts_job."""
+    done = jobs.torchrun(4, *JOB, "2", "2", "exact", "compressed", "resume", "sharded", "refusals")
     assert done.returncode == 0, done.stdout + done.stderr
