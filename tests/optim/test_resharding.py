@@ -22,13 +22,13 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize(
     ("name", "stage", "ranks", "moment", "dtype"),
     [
-        ("OneBitAdam", 1, 8, FREEZE + 20, BF16),
-        ("OneBitAdam", 2, 1, FREEZE + 20, BF16),
+        ("OneBitAdam", 1, 5, FREEZE + 8, BF16),
+        ("OneBitAdam", 2, 1, FREEZE + 8, BF16),
         ("OneBitAdam", 2, 2, 3, None),
-        ("OneBitAdam-stat2", 1, 2, FREEZE + 20, BF16),
+        ("OneBitAdam-stat2", 1, 2, FREEZE + 8, BF16),
         ("OneBitAdam-fp8", 2, 4, FREEZE + 3, None),
-        ("OneBitLamb-bf16", 1, 3, FREEZE + 11, BF16),
-        ("OneBitLamb", 1, 1, FREEZE + 11, None),
+        ("OneBitLamb-bf16", 1, 3, FREEZE + 7, BF16),
+        ("OneBitLamb", 1, 1, FREEZE + 7, None),
         ("OneBitLamb", 1, 4, FREEZE - 3, None),
         ("ZeroOneAdam", 1, 4, 3, None),
         ("ZeroOneAdam", 1, 2, FREEZE + 1, BF16),
@@ -45,7 +45,7 @@ def test_state_and_the_mean_of_the_residuals_go_to_another_number_of_ranks(
 
     def first(comm: Communicator):
         model, optimizer = subject.on_model(comm, moment, **options)
-        return save(comm, optimizer), train(model, optimizer, range(moment, moment + 8))
+        return save(comm, optimizer), train(model, optimizer, range(moment, moment + 6))
 
     parts, losses = zip(*threads.run(first, 3), strict=True)
     saved = join(list(parts))
@@ -56,7 +56,7 @@ def test_state_and_the_mean_of_the_residuals_go_to_another_number_of_ranks(
         optimizer.load(saved)
         assert optimizer.steps == moment
         resumed = save(comm, optimizer)
-        found = train(model, optimizer, range(moment, moment + 8))
+        found = train(model, optimizer, range(moment, moment + 6))
         optimizer.synchronize_weights()
         assert alike(comm, model)
         return resumed, found
