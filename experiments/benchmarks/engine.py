@@ -130,6 +130,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--memory-ranks", type=positive, default=4, metavar="N", help="for memory")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the picture and the JSON")
     options = parser.parse_args(arguments)
+    if options.ranks < 2:
+        raise InputError("--ranks 1: steps are compared with DistributedDataParallel's, which take 2 ranks or more")
     refuse_launchers()
     check_writable(options.output, "--output")
     return options
