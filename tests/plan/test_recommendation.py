@@ -26,6 +26,7 @@ from thinwire.plan import (
     predict,
 )
 from thinwire.plan.answer import as_answer, as_json
+from thinwire.plan.failures import Failures
 from thinwire.plan.recommendation import (
     BASELINE,
     LOSSES,
@@ -228,6 +229,19 @@ def planned(latency: float, method: Method = ONE_BIT, **schedule: object) -> Pla
     cluster = Cluster(8, 1, Link.of(1e9 / 8, latency, 5e-6), Link.of(1e10, 1e-5, 1e-6), Processor.of_memory(2e10))
     workload = Workload(plain_model(50_000_000), 0.05, 0.1)
     return plan(workload, cluster, [method], Schedule(**schedule), speed_only=True)  # type: ignore[arg-type]
+
+
+def test_what_failing_nodes_cost() -> None:
+    """By hand: 8 nodes, each every 80,000 s; 0.6 GB of state, over a link of 1 Gb/s, and to storage of 1 GB/s."""
+    made = planned(latency=1e-5)
+    assert made.best is not None
+    found = Failures.of(made, 80_000.0)
+    assert (found.every, found.interval) == (10_000.0, pytest.approx((2 * 0.6 * 10_000) ** 0.5))
+    assert found.elastic == pytest.approx((10 + made.best.step_seconds + 4.8) / 10_000)
+    assert found.restarting == pytest.approx(0.6 / found.interval + (found.interval / 2 + 120.6) / 10_000)
+    assert "every 2.78 h: elastic 1-bit steps lose 0.15% of the time" in as_answer(made, failures=found)
+    on_disk = replace(made, cluster=replace(made.cluster, host=Host(0.0, disk=1e12, disk_rate=2e9)))
+    assert Failures.of(on_disk, 80_000.0).restarting < found.restarting
 
 
 def test_high_latency_asks_for_larger_buckets_and_says_what_they_save() -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from thinwire.plan.cluster import Cluster
+from thinwire.plan.failures import Failures
 from thinwire.plan.methods import DILOCO, ONEBIT_MUON, POWERSGD, SHARDED_ADAM, Method, OuterSchedule, Schedule
 from thinwire.plan.prediction import Prediction, StepPrediction
 from thinwire.plan.recommendation import (
@@ -220,8 +221,10 @@ def _break_even(method: Method, plan: Plan) -> str:
 _MOST_FASTER = 3
 
 
-def as_answer(plan: Plan, assumed: Sequence[str] = (), *, steps_given: bool = False) -> str:
-    """At most 12 lines. `assumed`: what was neither given nor measured; `steps_given`: the run's length was."""
+def as_answer(
+    plan: Plan, assumed: Sequence[str] = (), *, steps_given: bool = False, failures: Failures | None = None
+) -> str:
+    """At most 13 lines. `assumed`: what was neither given nor measured; `steps_given`: the run's length was."""
     best = plan.best
     context = [_subject(plan), *([f"Assumed: {'; '.join(assumed)}"] if assumed else [])]
     if best is None:
@@ -249,6 +252,8 @@ def as_answer(plan: Plan, assumed: Sequence[str] = (), *, steps_given: bool = Fa
         lines.append(f"  buckets  with bucket_bytes={size >> 20} << 20 {a_step}")
     if (outer := _outer(plan, best)) is not None:
         lines.append(f"  outer    {outer}")
+    if failures is not None:
+        lines.append(f"  deaths   {failures.in_words()}")
     faster = [
         f"{title(one.method)} {seconds_in_words(one.step_seconds)} ({_why_not(plan, one.method)})"
         for one in plan.faster()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from thinwire.compress.packet_layout import CODE_BITS
@@ -76,6 +77,7 @@ def _add_cluster(cluster: argparse._ArgumentGroup) -> None:
     cluster.add_argument("--host-link", metavar="RATE", help="of a rank's device to it; by default 12GB/s")
     cluster.add_argument("--disk", metavar="SIZE", help="of a node, for master weights and optimizer state, as 28TB")
     cluster.add_argument("--disk-rate", metavar="RATE", help="that it reads and writes, as 3GB/s")
+    cluster.add_argument("--failures", metavar="TIME", help="after which a node fails on average, as 30d")
 
 
 def _add_run(run: argparse._ArgumentGroup) -> None:
@@ -131,10 +133,12 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     planned = request.plan()
     if arguments.plot is not None:
         draw_plan(planned, arguments.plot)
+    failures = request.failures(planned)
     if arguments.json:
-        print(json.dumps({**as_json(planned), "assumed": request.assumed}, indent=1))
+        lost = None if failures is None else asdict(failures)
+        print(json.dumps({**as_json(planned), "failures": lost, "assumed": request.assumed}, indent=1))
         return 0
-    print(as_answer(planned, request.assumed, steps_given=arguments.steps is not None))
+    print(as_answer(planned, request.assumed, steps_given=arguments.steps is not None, failures=failures))
     if arguments.verbose:
         print("\n" + as_table(planned))
     return 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from thinwire.plan.cluster import Cluster, Link, Processor
+from thinwire.plan.failures import RESTART, STORAGE_RATE, Failures
 from thinwire.plan.measure import measure_script
 from thinwire.plan.meshes import MeshJob, MeshPrediction, search_meshes
 from thinwire.plan.methods import OuterSchedule, Schedule, methods_for
@@ -51,7 +52,7 @@ _LATENCIES = {"link": (50e-6, 5e-6), "inside": (10e-6, 1e-6)}
 # Options that are given with a unit.
 _KINDS: dict[str, Kind] = {
     **dict.fromkeys(("link", "inside", "memory_bandwidth", "host_rate", "host_link", "disk_rate"), "rate"),
-    **dict.fromkeys(("forward", "backward", "update", "latency", "message"), "time"),
+    **dict.fromkeys(("forward", "backward", "update", "latency", "message", "failures"), "time"),
     **dict.fromkeys(("inside_latency", "inside_message", "measure_limit"), "time"),
     **dict.fromkeys(("memory", "bucket", "host_memory", "disk"), "size"),
     **dict.fromkeys(("warmup", "overlap", "efficiency"), "part"),
@@ -107,10 +108,20 @@ class Request:
         methods = methods_for(cluster, typed.methods, typed.powersgd_ranks)
         return plan(workload, cluster, methods, schedule, typed.memory, speed_only=typed.speed_only)
 
+    def failures(self, planned: Plan) -> Failures | None:
+        """What failing nodes cost, if it was asked."""
+        typed = self.arguments
+        if typed.failures is None:
+            return None
+        require_positive("--failures", typed.failures)
+        if typed.disk is None:
+            self.assumed.append(f"checkpoints at {STORAGE_RATE / 1e9:g} GB/s, {RESTART:g} s to start again")
+        return Failures.of(planned, typed.failures)
+
     def meshes(self) -> tuple[MeshJob, list[MeshPrediction]]:
         """Search meshes, or predict the one that was given."""
         typed, device = self.arguments, self._device()
-        for name in ("forward", "backward", "update", "measure", "plot", "verbose"):
+        for name in ("forward", "backward", "update", "measure", "plot", "verbose", "failures"):
             if getattr(typed, name):
                 raise PlanError(f"--{name} is of one rank that holds the model: leave it out, or --mesh")
         if typed.dtype == "fp32" or typed.accumulation != 1 or typed.recompute:

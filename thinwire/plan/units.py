@@ -35,7 +35,8 @@ Kind = Literal["rate", "time", "size", "count", "part"]
 _LARGEST = sys.float_info.max
 _NUMBER = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([^0-9\s].*?)?\s*")
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9, "min": 60.0}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
+_SECONDS |= {"min": 60.0, "h": 3600.0, "d": 86400.0}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _BYTES = {f"{prefix}B": factor for prefix, factor in (_PREFIXES | _BINARY).items()}
 _BITS_A_SECOND = {
@@ -81,7 +82,10 @@ def rate_in_words(bytes_per_second: float) -> str:
 
 
 def seconds_in_words(duration: float) -> str:
-    """As "2.4 s", "36 ms" or "120 us", three digits at most."""
+    """As "2.4 s", "36 ms", "120 us" or "1.9 h", three digits at most."""
+    for unit in ("d", "h"):
+        if duration >= _SECONDS[unit]:
+            return f"{duration / _SECONDS[unit]:.3g} {unit}"
     if duration >= 0.9995:
         return f"{duration:.3g} s" if duration < 999.5 else f"{duration:.0f} s"
     if duration >= 0.9995e-3:
