@@ -42,7 +42,7 @@ _PADDED, _COMPILED, _FAST = "padded", "compiled, sorted", "thinwire"
 _LENGTH, _POOL = 512, 32  # tokens of the longest sentence kept; batches among which lengths are sorted
 _RATE = 1e-4
 _WARM_UP = 4  # steps that compile and allocate, not timed
-_LEARNING_RATE, _STEPS, _HELD_OUT = 2e-3, 500, 640  # of what is learned; sentences that tell its loss
+_LEARNING_RATE, _STEPS, _HELD_OUT = 5e-4, 500, 640  # of what is learned; sentences that tell its loss
 
 Batch = dict[str, Tensor]
 
