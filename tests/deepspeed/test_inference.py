@@ -56,6 +56,9 @@ def test_options_come_from_a_file_a_dict_and_the_call(tmp_path) -> None:
     assert settings.ranks == 1
     given = {"dtype": torch.float32}
     deepspeed.init_inference(torch.nn.Module(), config=given, dtype=torch.float32)
+    shared = deepspeed.inference.config.DeepSpeedTPConfig(enabled=False, tp_size=2)
+    assert deepspeed.init_inference(torch.nn.Module(), given, tensor_parallel=shared)._config.ranks == 1
+    refused(ValueError, "takes a torch.nn.Module, got str", deepspeed.init_inference, "gpt2")
     refused(
         ValueError, "'dtype'.*float32.*float16", deepspeed.init_inference, torch.nn.Module(), given, dtype=torch.half
     )

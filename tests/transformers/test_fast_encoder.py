@@ -77,6 +77,22 @@ def test_masked_language_models(family, left) -> None:
         torch.testing.assert_close(states[1][kept], states[0][kept])
 
 
+@pytest.mark.parametrize("family", ["Bert", "ModernBert"])
+def test_bf16_within_its_rounding(family) -> None:
+    """No further from the exact loss and gradients than twice what the plain model in bf16 is, and one rounding."""
+    exact, eps = build(family), torch.finfo(torch.bfloat16).eps
+    plain = copy.deepcopy(exact).bfloat16()
+    fast = accelerate(copy.deepcopy(plain))
+    inputs, labels = batch(exact)
+    losses = [model.train()(**inputs, labels=labels).loss for model in (exact, plain, fast)]
+    expected, one, other = (loss.double() for loss in losses)
+    assert (other - expected).abs() <= 2 * (one - expected).abs() + eps * expected.abs()
+    found = [gradients(model, loss) for model, loss in zip((exact, plain, fast), losses, strict=True)]
+    for name, value in found[0].items():
+        off = [float((one[name].double() - value).norm()) for one in found[1:]]
+        assert off[1] <= 2 * off[0] + eps * float(value.norm()), name
+
+
 @pytest.mark.parametrize(("family", "head"), [("Bert", "Model"), ("ModernBert", "ForSequenceClassification")])
 def test_other_heads(family, head) -> None:
     """Pooled from the first token or by mean: from each document, not from the row of them all."""

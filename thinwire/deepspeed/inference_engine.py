@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from thinwire.deepspeed.devices import get_accelerator
-from thinwire.deepspeed.errors import NotOfferedError
+from thinwire.deepspeed.errors import DeepSpeedUsageError, NotOfferedError
 from thinwire.deepspeed.ranks import init_distributed
 from thinwire.engine.config.loading import read_json_object
 from thinwire.inference.preparation import Quantize, prepare_itself
@@ -44,7 +44,9 @@ def _either(name: str, other: str, default: Any) -> Any:
     return Field(default, validation_alias=AliasChoices(name, other))
 
 
-class _TensorParallel(BaseModel):
+class DeepSpeedTPConfig(BaseModel):
+    """How many ranks in a row share a model."""
+
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
     enabled: bool = True
@@ -65,7 +67,7 @@ class DeepSpeedInferenceConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
     dtype: torch.dtype = torch.float16
-    tensor_parallel: _TensorParallel = _either("tensor_parallel", "tp", _TensorParallel(tp_size=1))
+    tensor_parallel: DeepSpeedTPConfig = _either("tensor_parallel", "tp", DeepSpeedTPConfig(tp_size=1))
     mp_size: int = Field(1, ge=1)
     max_out_tokens: int = _either("max_out_tokens", "max_tokens", 1024)
     keep_module_on_host: bool = False
@@ -179,8 +181,11 @@ def init_inference(
 
     `config`: a JSON file, or a dict, of the options that DeepSpeedInferenceConfig lists; `kwargs` are options too.
     Collective where ranks share the model. Raises ValueError for an option that neither has or that both give
-    differently, NotOfferedError for one that cannot be followed, and what `thinwire.inference.prepare` raises.
+    differently, or for no module, NotOfferedError for one that cannot be followed, and what
+    `thinwire.inference.prepare` raises.
     """
+    if not isinstance(model, nn.Module):
+        raise DeepSpeedUsageError(f"init_inference takes a torch.nn.Module, got {type(model).__name__}")
     given = dict(config) if isinstance(config, Mapping) else {} if config is None else read_json_object(Path(config))
     for name in sorted(given.keys() & kwargs.keys()):
         if given[name] != kwargs[name]:

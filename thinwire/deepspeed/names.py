@@ -101,7 +101,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "thinwire.version": "version=__version__",
     },
     "inference": {".inference_engine": "DeepSpeedInferenceConfig InferenceEngine"},
-    "inference.config": {".inference_engine": "DeepSpeedInferenceConfig"},
+    "inference.config": {".inference_engine": "DeepSpeedInferenceConfig DeepSpeedTPConfig"},
     "inference.engine": {".inference_engine": "InferenceEngine"},
     "moe": {".moe.layer": "MoE"},
     "moe.layer": {_NO_EXPERTS: "MoE"},

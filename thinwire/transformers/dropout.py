@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from typing_extensions import override
 
 from thinwire.simd import floats, integers, memory
@@ -17,25 +16,22 @@ from thinwire.simd.compiling import kernel
 from thinwire.simd.workers import Workers
 
 _PART = 1 << 16  # elements, a multiple of LANES, that one thread takes at a time
-_WORDS, _SEEDS = 1 << 32, 1 << 62
+_WORDS = 1 << 32
 _ZERO = np.float32(0.0)
 
 _workers = Workers()
 
 
-class SeededDropout:
-    """The forward of an `nn.Dropout` in training: the seed is drawn from torch's generator, the mask is not."""
+class SeededDropout(nn.Dropout):
+    """Dropout whose seed is drawn from torch's generator, and whose mask is not. A layer becomes one by its class."""
 
-    def __init__(self, layer: nn.Dropout) -> None:
-        self._layer = layer
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """`inputs`, dropped where the layer trains."""
-        layer = self._layer
-        ours = inputs.dtype == torch.float32 and inputs.device.type == "cpu" and not layer.inplace
-        if not ours or not layer.training or not 0 < layer.p < 1 or torch.compiler.is_compiling():
-            return functional.dropout(inputs, layer.p, layer.training, layer.inplace)
-        dropped: Tensor = _Drop.apply(inputs, layer.p, int(torch.randint(_SEEDS, ())))  # type: ignore[no-untyped-call]
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        ours = input.dtype == torch.float32 and input.device.type == "cpu" and not self.inplace
+        if not ours or not self.training or not 0 < self.p < 1 or torch.compiler.is_compiling():
+            return super().forward(input)
+        seed = int(torch.randint(1 << 62, (), device="cpu"))
+        dropped: Tensor = _Drop.apply(input, self.p, seed)  # type: ignore[no-untyped-call]
         return dropped
 
 

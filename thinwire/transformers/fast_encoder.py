@@ -106,12 +106,9 @@ def accelerate(model: _Model) -> _Model:
         plug.handles.append(encoder.register_forward_pre_hook(_join, with_kwargs=True))
         plug.handles.append(encoder.register_forward_hook(_pad, with_kwargs=True))
     for head in (one for one in model.modules() if type(one).__name__ in _HEADS):
-        plug.replaced.append(head)
+        plug.heads.append(head)
         head.forward = _MaskedLanguageModel(head)
-    dropouts: list[Any] = [one for one in model.modules() if type(one) is nn.Dropout and "forward" not in vars(one)]
-    for layer in dropouts:
-        plug.replaced.append(layer)
-        layer.forward = SeededDropout(layer)
+    _exchange_class(model, nn.Dropout, SeededDropout)
     setattr(model, _PLUG, plug)
     return model
 
@@ -124,19 +121,25 @@ def undo(model: _Model) -> _Model:
             encoder.set_attn_implementation(implementation)
         for handle in plug.handles:
             handle.remove()
-        for one in plug.replaced:
-            del one.forward
+        for head in plug.heads:
+            del head.forward
+        _exchange_class(model, SeededDropout, nn.Dropout)
     return model
+
+
+def _exchange_class(model: nn.Module, before: type[nn.Module], after: type[nn.Module]) -> None:
+    for layer in model.modules():
+        if type(layer) is before:
+            layer.__class__ = after
 
 
 @dataclass(frozen=True)
 class _Plug:
-    """What `accelerate` has put into a model: encoders with what they attended with, hooks, and modules with another
-    forward."""
+    """What `accelerate` has put into a model: encoders with what they attended with, hooks, and heads."""
 
     attended: list[tuple[Any, str]]
     handles: list[RemovableHandle] = field(default_factory=list)
-    replaced: list[nn.Module] = field(default_factory=list)
+    heads: list[nn.Module] = field(default_factory=list)
 
 
 def _join(encoder: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
