@@ -57,8 +57,12 @@ def _few_objects() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_process_group_stays() -> Iterator[None]:
-    """Fails the module that leaves torch's process group to the tests after it, which would fail or train with it."""
+    """Fails the module that leaves torch's process group to the tests after it, which would fail or train with it.
+
+    DTensor's cache, one a thread, holds groups that are no more: a fork from another thread would end them, and hang.
+    """
     yield
+    torch._C._clear_DTensor_sharding_propagator_cache()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         pytest.fail("a test of this module left torch.distributed initialised")
