@@ -3,14 +3,12 @@ calls through which a gradient passes, in the order that a trace shows."""
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import thinwire
@@ -39,13 +37,10 @@ def run_page(page: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_process_group: None) -> None:
     """In a folder of its own, from a seed of its own, leaving no process group behind."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
