@@ -27,8 +27,8 @@ class SeededDropout(nn.Dropout):
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        ours = input.dtype == torch.float32 and input.device.type == "cpu" and not self.inplace
-        if not ours or not self.training or not 0 < self.p < 1 or torch.compiler.is_compiling():
+        drops = self.training and 0 < self.p < 1 and not self.inplace
+        if not drops or input.dtype != torch.float32 or input.device.type != "cpu" or torch.compiler.is_compiling():
             return super().forward(input)
         seed = int(torch.randint(1 << 62, (), device="cpu"))
         dropped: Tensor = _Drop.apply(input, self.p, seed)  # type: ignore[no-untyped-call]
