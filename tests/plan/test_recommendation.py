@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.strategies import GIGABIT, bert, ethernet, jobs
+from thinwire import Elastic
 from thinwire.plan import (
     Cluster,
     Link,
@@ -26,11 +27,11 @@ from thinwire.plan import (
     predict,
 )
 from thinwire.plan.answer import as_answer, as_json
-from thinwire.plan.failures import Failures
 from thinwire.plan.recommendation import (
     BASELINE,
     LOSSES,
     WORTH_IT,
+    Failures,
     Plan,
     better_buckets,
     keeps_the_loss,
@@ -237,7 +238,7 @@ def test_what_failing_nodes_cost() -> None:
     assert made.best is not None
     found = Failures.of(made, 80_000.0)
     assert (found.every, found.interval) == (10_000.0, pytest.approx((2 * 0.6 * 10_000) ** 0.5))
-    assert found.elastic == pytest.approx((10 + made.best.step_seconds + 4.8) / 10_000)
+    assert found.elastic == pytest.approx((Elastic(workers=1).silence + made.best.step_seconds + 4.8) / 10_000)
     assert found.restarting == pytest.approx(0.6 / found.interval + (found.interval / 2 + 120.6) / 10_000)
     assert "every 2.78 h: elastic 1-bit steps lose 0.15% of the time" in as_answer(made, failures=found)
     on_disk = replace(made, cluster=replace(made.cluster, host=Host(0.0, disk=1e12, disk_rate=2e9)))

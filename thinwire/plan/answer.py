@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Any
 
 from thinwire.plan.cluster import Cluster
-from thinwire.plan.failures import Failures
 from thinwire.plan.methods import DILOCO, ONEBIT_MUON, POWERSGD, SHARDED_ADAM, Method, OuterSchedule, Schedule
 from thinwire.plan.prediction import Prediction, StepPrediction
 from thinwire.plan.recommendation import (
@@ -17,6 +16,7 @@ from thinwire.plan.recommendation import (
     SMALLEST,
     SOURCE,
     WORTH_IT,
+    Failures,
     Plan,
     better_buckets,
     local_updates_loss,

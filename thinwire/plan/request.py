@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from thinwire.plan.cluster import Cluster, Link, Processor
-from thinwire.plan.failures import RESTART, STORAGE_RATE, Failures
 from thinwire.plan.measure import measure_script
 from thinwire.plan.meshes import MeshJob, MeshPrediction, search_meshes
 from thinwire.plan.methods import OuterSchedule, Schedule, methods_for
 from thinwire.plan.models import named_model
-from thinwire.plan.recommendation import Plan, plan
+from thinwire.plan.recommendation import RESTART, STORAGE_RATE, Failures, Plan, plan
 from thinwire.plan.units import Kind, PlanError, rate_in_words, read, require_positive, require_whole
 from thinwire.plan.workload import (
     DEFAULT_DEVICE,

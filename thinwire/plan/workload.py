@@ -185,7 +185,7 @@ EFFICIENCY = 0.4
 
 ADAM_BYTES = 28
 """Of memory, an element: AdamW reads weight, gradient and both moments, and writes all but the gradient."""
-_STATE_BYTES = 12  # moments and a master weight
+STATE_BYTES = 12  # moments and a master weight
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Host:
     def adam_seconds(self, elements: float, ranks: int, *, on_disk: bool) -> float:
         """Of AdamW on the `elements` of each of a node's `ranks`, the state of which is read and written meanwhile."""
         seconds = ranks * elements * ADAM_BYTES / self.rate
-        return max(seconds, ranks * elements * 2 * _STATE_BYTES / self.disk_rate) if on_disk else seconds
+        return max(seconds, ranks * elements * 2 * STATE_BYTES / self.disk_rate) if on_disk else seconds
 
 
 @dataclass(frozen=True)
