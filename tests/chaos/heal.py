@@ -57,15 +57,16 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 POINTS: dict[str, tuple[Any, str]] = AT_MEETINGS | {
     "leg 1": (GenerationCommunicator, "all_to_all"),
-    "leg 2 or commit": (GenerationCommunicator, "all_gather"),
-    "commit": (Decisions, "commit"),
+    "leg 2": (GenerationCommunicator, "all_gather"),
+    "arrival": (ElasticWorkers, "_take"),
     "decision": (Decisions, "_decide"),
     "move": (ElasticWorkers, "_move"),
     "join": (ElasticWorkers, "_join"),
+    "share": (ElasticWorkers, "_share_step"),
     "hand over": (ElasticWorkers, "_hand_over"),
 }
-_TRAINING = ("leg 1", "leg 2 or commit", "commit", "decision", "finish")
-_MEETING = ("meet", "decide", "connect", "join", "hand over", "move")
+_TRAINING = ("leg 1", "leg 2", "arrival", "decision", "finish")
+_MEETING = ("meet", "decide", "connect", "join", "share", "hand over", "move")
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,8 @@ def digest(model: Tower) -> str:
     return hashlib.sha256(flat(model.parameters()).numpy().tobytes()).hexdigest()[:16]
 
 
-def train(model: Tower, optimizer: Any, on_step: Any, before_step: Any, pace: float) -> None:
-    """To the end; `on_step` hears of the dealing, `before_step` is told the samples."""
+def train(model: Tower, optimizer: Any, on_step: Any, begin: Any, before_step: Any, pace: float) -> None:
+    """To the end; `on_step` hears of the dealing, `begin` of a step before it is sent, `before_step` of the samples."""
     workers: ElasticWorkers = optimizer._home.workers
     sampler = thinwire.ElasticBatchSampler(optimizer, SIZE, batch=BATCH, micro_batch=MICRO_BATCH)
     deal = workers.on_step
@@ -128,6 +129,7 @@ def train(model: Tower, optimizer: Any, on_step: Any, before_step: Any, pace: fl
     workers.on_step = note
     for step in sampler.steps(DataLoader(data(), batch_sampler=sampler)):
         samples: list[int] = []
+        begin(optimizer.steps)
         for numbers, inputs, wanted in step:
             (step.weight * (model(inputs) - wanted).square().mean()).backward()
             samples += numbers.tolist()
@@ -161,6 +163,7 @@ def live(number: int, address: str, job: Job, ledger: int) -> None:
             model,
             optimizer,
             lambda step, dealt, took: write("step", number, step, ",".join(dealt), ",".join(took or ["-"])),
+            lambda step: None,
             lambda step, samples: write("read", name, step, ",".join(map(str, samples))),
             job.pace,
         )
@@ -184,7 +187,7 @@ def judge(job: Job) -> list[str]:
     ends = {int(line[1]): line[2] for line in lines if line[0] == "end"}
     dealt: dict[int, tuple[list[str], list[str] | None]] = {}
     for line in lines:
-        if line[0] == "step" and int(line[1]) in ends:  # who is gone may have passed a commit that others took back
+        if line[0] == "step" and int(line[1]) in ends:  # who is gone may have had a step that others sent again
             told = line[3].split(","), None if line[4] == "-" else line[4].split(",")
             if dealt.setdefault(int(line[2]), told) != told:
                 bad.append(f"step {line[2]}: {told} and {dealt[int(line[2])]}")
@@ -249,7 +252,7 @@ def replay(kind: str, dealt: dict[int, tuple[list[str], list[str] | None]]) -> s
 
         optimizer._home.workers.end_step = end_or_go
 
-        def before_step(at: int, samples: list[int]) -> None:
+        def begin(at: int) -> None:
             took_part = dealt[at][1]
             if took_part is not None and name not in took_part:
                 raise SystemExit
@@ -258,9 +261,10 @@ def replay(kind: str, dealt: dict[int, tuple[list[str], list[str] | None]]) -> s
                 begins[at + 1].set()
                 while waiting(number) < len(comes[at + 1]) or not optimizer._home.workers.membership.wanted:
                     time.sleep(0.005)
+                optimizer._home.workers._move()  # so that the step's packets say it
 
         try:
-            train(model, optimizer, on_step, before_step, 0.0)
+            train(model, optimizer, on_step, begin, lambda at, samples: None, 0.0)
         except SystemExit:
             optimizer.close()
             return None

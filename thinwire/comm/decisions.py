@@ -50,30 +50,13 @@ class Decisions(Communicator):
         for number, one in enumerate(json.loads(results), first):
             self._kept.setdefault(number, [base64.b64decode(part) for part in one])
 
-    def commit(self, flag: bool) -> bool | None:
-        """Say that this worker has all that a step brings, and know once all have whether any gave the `flag`; None if
-        workers had to meet and no survivor knows of all, so that the step has to be sent again.
-
-        No decision from before is asked for once this one is passed: all others have had it.
-        """
-
-        def gather(comm: Communicator) -> list[bytes]:
-            everyone = torch.empty(comm.size, dtype=torch.uint8)
-            comm.all_gather(everyone, torch.tensor([flag], dtype=torch.uint8))
-            return [everyone.numpy().tobytes()]
-
-        number = self.passed
-        result = self._decide(gather, again=False)
-        if result is None:
-            return None
-        self._kept = {number: result}
-        return any(result[0])
+    def forget(self) -> None:
+        """Keep no decision any longer: all others have passed every one so far."""
+        self._kept = {}
 
     @override
     def all_gather_bytes(self, payload: bytes, purpose: str = "") -> list[bytes]:
-        result = self._decide(lambda comm: comm.all_gather_bytes(payload, purpose), again=True)
-        assert result is not None
-        return result
+        return self._decide(lambda comm: comm.all_gather_bytes(payload, purpose))
 
     @override
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: Literal[False] | bool = False) -> Work:
@@ -84,14 +67,13 @@ class Decisions(Communicator):
             comm.broadcast(copy, root)
             return [copy.cpu().view(-1).view(torch.uint8).numpy().tobytes()]
 
-        result = self._decide(send, again=True)
-        assert result is not None
+        result = self._decide(send)
         if tensor.numel():
             values = torch.frombuffer(bytearray(result[0]), dtype=tensor.dtype)
             tensor.detach().copy_(values.view(tensor.shape))
         return Work()
 
-    def _decide(self, collective: Collective, *, again: bool) -> list[bytes] | None:
+    def _decide(self, collective: Collective) -> list[bytes]:
         while self.passed not in self._kept:
             try:
                 self._kept[self.passed] = collective(self._among)
@@ -99,8 +81,6 @@ class Decisions(Communicator):
                 raise
             except CommunicationError as error:
                 self._meet(error)
-                if not again and self.passed not in self._kept:
-                    return None
         self.passed += 1
         return self._kept[self.passed - 1]
 

@@ -3,11 +3,13 @@ worker reaches it, how it is asked without ever waiting for longer than a limit,
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -206,6 +208,8 @@ class Heart:
         store.add(f"beat/{name}", 1)
         self._thread = threading.Thread(target=self._run, name="thinwire-heart", daemon=True)
         self._thread.start()
+        # At exit too: a call of the store's that Python's end cuts off aborts the process.
+        atexit.register(self.stop, gone=True)
 
     def follow(self, number: int, members: Iterable[str]) -> None:
         """Look after generation `number` and its members from now on."""
@@ -251,10 +255,12 @@ class Heart:
 
     def stop(self, gone: bool = False) -> None:
         """Beat no longer; `gone`: tell the others not to wait."""
+        atexit.unregister(self.stop)
         self._stop.set()
         self._thread.join(2 * _INTERVAL)
         if gone and not self._thread.is_alive():
-            self._store.set(f"beat/{self._name}", _GONE.decode())
+            with suppress(RuntimeError):  # of a meeting place that is lost
+                self._store.set(f"beat/{self._name}", _GONE.decode())
 
     def _run(self) -> None:
         while not self._stop.wait(_INTERVAL):

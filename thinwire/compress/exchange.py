@@ -221,7 +221,7 @@ class Exchange:
         for headers in self._headers:
             if said := headers.check(self._expected):
                 flags |= said
-        return Outcome.of(flags) if flags else Outcome(finite=True, incomplete=False, unplaced=False)
+        return Outcome.of(flags) if flags else Outcome()
 
     def read(self, output: Tensor) -> None:
         """Decode what leg 2 brought into `output`, fp32 [padded_numel]: the same bits on every rank."""

@@ -60,9 +60,9 @@ class Outcome:
     some rank has a trainable parameter that lies in no bucket yet. `meet`: some rank knows of a worker that waits.
     """
 
-    finite: bool
-    incomplete: bool
-    unplaced: bool
+    finite: bool = True
+    incomplete: bool = False
+    unplaced: bool = False
     meet: bool = False
 
     @classmethod

@@ -164,7 +164,7 @@ class Bucket:
     def start(self) -> None:
         """Leg 1; nothing in a local step."""
         if self.send is not Send.LOCAL:
-            step, flags = self._step, Flags.INCOMPLETE if self._incomplete else Flags.NONE
+            step, flags = self._step, self._step.flags | (Flags.INCOMPLETE if self._incomplete else Flags.NONE)
             if step.unplaced and any(self._parameters.parameters[number].requires_grad for number in step.unplaced):
                 flags |= Flags.UNPLACED
             self.sent = self.exchange

@@ -158,23 +158,26 @@ class FreezeGroup:
     # Between steps
 
     @torch.no_grad()
-    def meet(self, step: int, commit: Callable[[], object] = lambda: None) -> None:
+    def meet(self, step: int, commit: Callable[[], object] = lambda: None, *, arrived: bool = False) -> None:
         """Meet the other ranks now, as a sync would, without a gradient of its own; `step` is for the packets' headers.
-        `commit`: called once all is here, and before any of it is taken. Collective unless the ranks are in sync."""
+        `commit`: called once all is here, none of it taken; `arrived`: it is. Collective unless ranks are in sync."""
         if self.local is None or self.local.in_sync:
             return
-        self.take_over_written()
-        for bucket, exchange in ((one, one.compressed) for one in self.buckets):
-            for slot in bucket.layout.slots:
-                self.local.sync_payload(bucket.contribution(slot), exchange.payload[place_of(slot)])
-            exchange.start(step)
-            exchange.advance()
-            exchange.wait()
-            exchange.outcome()
-        commit()
+        if not arrived:
+            self.take_over_written()
+            for bucket in self.buckets:
+                bucket.sent = exchange = bucket.compressed
+                for slot in bucket.layout.slots:
+                    self.local.sync_payload(bucket.contribution(slot), exchange.payload[place_of(slot)])
+                exchange.start(step)
+                exchange.advance()
+                exchange.wait()
+                exchange.outcome()
+            commit()
         for bucket in self.buckets:
             bucket.prepare(Send.SYNC)
             bucket.receive()
+            bucket.sent = None
         self.algorithm.compressed(self.storage.members(), self.clock, self._agreement())
         self.storage.change(self.local.move_synced, self.storage.members(trained=True))
         self._end_sync()
@@ -376,11 +379,10 @@ def read_outcomes(step: Step, comm: Communicator, buckets: Sequence[Bucket]) -> 
     """Copy the headers of `buckets` to the host, with `step`'s norm and clip if a sketch found them, in one wait;
     return what they said together.
 
-    If packets say that ranks have other hyperparameters, raises ValueError, on every rank, that names the first;
-    collective only then.
+    Raises ValueError, on every rank, that names the first with other hyperparameters; collective only then.
     """
     sketched = [] if step.sketched is None else [step.sketched, torch.as_tensor(step.clip, dtype=torch.float64)]
-    finite, incomplete, unplaced = True, False, False
+    finite, incomplete, unplaced, meet = True, False, False, False
     sent = [(bucket, bucket.sent) for bucket in buckets if bucket.sent is not None]
     try:
         if found := bring_headers([exchange for _, exchange in sent], sketched):
@@ -391,8 +393,8 @@ def read_outcomes(step: Step, comm: Communicator, buckets: Sequence[Bucket]) -> 
             average = bucket.average() if bucket.rewritten else None
             finite &= outcome.finite if average is None else bool(all_finite(average))
             incomplete |= outcome.incomplete
-            unplaced |= outcome.unplaced
+            unplaced, meet = unplaced | outcome.unplaced, meet | outcome.meet
     except SettingsError:
         check_same_on_every_rank(comm, [], step.groups, {})
         raise
-    return Outcome(finite, incomplete, unplaced)
+    return Outcome(finite, incomplete, unplaced, meet)

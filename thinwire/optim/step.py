@@ -13,6 +13,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from thinwire.compress.packet import Flags
 from thinwire.optim.settings import WarmupWire
 from thinwire.zero.rank_checks import NormSketch, clip_of_norm
 from thinwire.zero.replica import Replica
@@ -219,7 +220,8 @@ class Step:
     the loss scale; NaN if it was not found. `unplaced`: the parameters that lie in no bucket yet. `divide_first`: what
     gradients that are averaged exactly are divided by before they leave. `max_norm`: what the averaged gradient's norm
     is clipped to, 0 for none. `settings_sent`: by parameter group, those that payloads depend on. `frees_gradients`:
-    let each gradient go once it is in the payload, so that it cannot be sent again.
+    let each gradient go once it is in the payload, so that it cannot be sent again. `flags`: what this rank's packets
+    say besides.
     """
 
     groups: Sequence[Mapping[str, Any]]
@@ -235,6 +237,7 @@ class Step:
     norm: float = math.nan
     settings_sent: dict[int, AdamSettings] = field(default_factory=dict)
     frees_gradients: bool = False
+    flags: Flags = Flags.NONE
     _digest: int | None = None
 
     def begin(self) -> None:

@@ -3,7 +3,9 @@ and buckets cut anew for other ranks, with what they held."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from typing_extensions import override
@@ -13,8 +15,29 @@ from thinwire.compress.exchange import Exchange
 from thinwire.compress.packet import PacketError
 from thinwire.optim.bucket import Bucket
 from thinwire.optim.freeze_group import FreezeGroup
-from thinwire.optim.replicated.synchronizer import Synchronizer
+from thinwire.optim.replicated.synchronizer import SynchronizedBackward, Synchronizer
 from thinwire.zero.backward import BackwardWatcher
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a step brought, by which it is applied, the same on every worker. `packets`: of leg 2, part by part."""
+
+    backward: SynchronizedBackward
+    norm: float
+    clip: float
+    packets: list[Tensor]
+
+    def but_packets(self) -> bytes:
+        """All but those, for `of` on another worker."""
+        one = self.backward
+        return json.dumps([one.finite, [*one.absent], one.overflowing, one.meet, self.norm, self.clip]).encode()
+
+    @classmethod
+    def of(cls, told: bytes, packets: list[Tensor]) -> Arrival:
+        """What another worker tells of with `but_packets`, and these."""
+        finite, absent, overflowing, meet, norm, clip = json.loads(told)
+        return cls(SynchronizedBackward(finite, frozenset(absent), tuple(overflowing), meet), norm, clip, packets)
 
 
 class PatientWatcher(BackwardWatcher):
@@ -51,6 +74,26 @@ class ElasticSynchronizer(Synchronizer):
         """Go on over other ranks, in whatever buckets there are by now."""
         self._comm, self._sketch = comm, None
         self.end_step()
+
+    @override
+    def give_up(self) -> None:
+        """Keep what there is of the step: a survivor may have the rest."""
+
+    def take_over(self, arrived: Arrival) -> None:
+        """Have all of the step in flight, of which this worker has sent everything, as another has it."""
+        packets = iter(arrived.packets)
+        for one in self._sent():
+            one.brought = [replace(leg, received=next(packets)) for leg in one.brought]
+        self.outcome, self._step.norm, self._step.clip = arrived.backward, arrived.norm, arrived.clip
+        self._step.sketched, self.watcher.usually_absent = None, arrived.backward.absent
+
+    def arrival(self, backward: SynchronizedBackward) -> Arrival:
+        """All that a step has brought: this worker's own, or, before `take_over`, room for another's."""
+        clip = float(self._step.clip)
+        return Arrival(backward, self._step.norm, clip, [leg.received for one in self._sent() for leg in one.brought])
+
+    def _sent(self) -> list[Exchange]:
+        return [one.sent for one in self._layout.buckets if one.sent is not None]
 
     @override
     def drop(self) -> None:

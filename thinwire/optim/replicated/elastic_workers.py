@@ -1,9 +1,9 @@
 """Replicated state on workers that come and go: a death costs no step.
 
 A step has two parts. What it brings leaves in packets, and nothing that must outlive it moves: it can be sent again,
-from the gradients that each worker still holds, to however many are left. Once every worker has said that it has all of
-it, which is one more decision (`comm/decisions.py`), it is applied by all survivors, from what they hold already and
-from numbers that they decide together. docs/internals/elastic.md says why that holds.
+from the gradients that each worker still holds, to however many are left. Who has all of it applies it, by numbers that
+all decide together (`comm/decisions.py`), and keeps it until the next one is there: survivors who lack some of it take
+it over. docs/internals/elastic.md says why that holds.
 """
 
 from __future__ import annotations
@@ -24,19 +24,28 @@ from thinwire.comm.decisions import Decisions
 from thinwire.comm.elastic import Elastic, MembershipError
 from thinwire.comm.membership import Generation, Record
 from thinwire.comm.torch_backend import GenerationCommunicator
-from thinwire.compress.packet import PacketError
+from thinwire.compress.packet import Flags, PacketError
 from thinwire.optim.elastic_job import enter_elastic_job, meet_and_join
 from thinwire.optim.options import HomeOptions
-from thinwire.optim.replicated.elastic_buckets import ElasticSynchronizer, Owned, hand_on, owned_residuals
+from thinwire.optim.replicated.elastic_buckets import (
+    Arrival,
+    ElasticSynchronizer,
+    Owned,
+    hand_on,
+    owned_residuals,
+)
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.optim.replicated.synchronizer import FreezeGroups, SynchronizedBackward
 from thinwire.optim.step import Send
 from thinwire.optim.wire import Wire
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 
+_SYNC = SynchronizedBackward()
+"""Stands for the backward of a sync without one."""
+
 
 class StepPhase(IntEnum):
-    """The part of a step that a worker is in, after the last that was committed."""
+    """The part of a step that a worker is in, after the last of which it has had everything."""
 
     APPLYING = 0
     BETWEEN = 1  # steps, before the next one's data are chosen: here workers may join
@@ -45,10 +54,10 @@ class StepPhase(IntEnum):
 
 @dataclass(frozen=True)
 class Position:
-    """A worker's, as it says at a meeting: steps that were committed, its phase since, and decisions that it knows.
-    `begins_at`: what tells the state apart that it has loaded, if it has."""
+    """A worker's, as it says at a meeting: steps of which it has had everything, its phase since, and decisions that it
+    knows. `begins_at`: what tells the state apart that it has loaded, if it has."""
 
-    committed: int
+    brought: int
     phase: int
     decided: int
     begins_at: str = ""
@@ -56,7 +65,7 @@ class Position:
     @property
     def at(self) -> tuple[int, int]:
         """Comparable between workers."""
-        return self.committed, self.phase
+        return self.brought, self.phase
 
 
 def _positions(generation: Generation) -> list[Position | None]:
@@ -101,12 +110,13 @@ class ElasticWorkers:
         self.shared_data: dict[str, Any] = {}
         self.on_step: Callable[[list[str], list[str] | None], None] = lambda dealt_to, took_part: None
         self.in_use = False
-        self._committed, self._phase, self._wanted = 0, StepPhase.BETWEEN, False
+        self._brought, self._phase, self._wanted = 0, StepPhase.BETWEEN, False
+        self._arrival: Arrival | None = None  # of the last step that was sent
         self._begins_at = ""
         self._names_now: list[str] = []  # of `_group`
         self._names_sent: list[str] = []  # of `comm`
         self._moved = self._in_the_job = self._is_over = False
-        self._owned: Owned = {}  # as the last committed step left it, however often the buckets are cut after it
+        self._owned: Owned = {}  # as the last step left it, however often the buckets are cut after it
         self._bytes_earlier = 0
         settings = json.loads(json.dumps(compared, default=repr))
         table = self._table
@@ -133,24 +143,26 @@ class ElasticWorkers:
                 "bf16 or fp32, without a GradScaler"
             )
         self.in_use = True
-        while True:
+        before = self._brought
+        while self._brought == before:
             try:
-                self._look_around()
-                self._move()
+                if self._synchronizer.outcome is None:
+                    self._look_around()
+                    self._move()
                 backward = self._synchronizer.finish_as_it_is()
+                if all(group.send is Send.LOCAL for group in self._layout.groups):
+                    self.on_step(self.dealt_to, None)
+                    return backward
+                self._take(self._synchronizer.arrival(backward))
             except (PacketError, MembershipError):
+                self._synchronizer.end_step()
                 raise
             except CommunicationError:
                 self._meet(alarm=True)
-                continue
-            if all(group.send is Send.LOCAL for group in self._layout.groups):
-                self.on_step(self.dealt_to, None)
-                return backward
-            if self._commit():
-                self.on_step(self.dealt_to, self._names_sent)
-                self.dealt_to = self._names_sent
-                return backward
-            self._synchronizer.end_step()
+        self.on_step(self.dealt_to, self._names_sent)
+        self.dealt_to = self._names_sent
+        assert self._arrival is not None
+        return self._arrival.backward
 
     def end_step(self) -> None:
         """Let workers join that wait for it."""
@@ -161,15 +173,11 @@ class ElasticWorkers:
             pass
         self._go_on()
 
-    def _commit(self) -> bool:
-        """Agree that every worker has all of a step; false if some died before, and it has to be sent again."""
-        too_few = len(self._names_sent) < self.membership.settings.min_workers
-        wanted = self.decisions.commit(self.membership.wanted or too_few)
-        if wanted is None:
-            return False
-        self._committed, self._phase, self._wanted = self._committed + 1, StepPhase.APPLYING, wanted
-        self._owned = {}
-        return True
+    def _take(self, arrival: Arrival) -> None:
+        """Note that all of a step is there: every other worker has applied the one before, or it had sent nothing."""
+        self._brought, self._phase, self._wanted = self._brought + 1, StepPhase.APPLYING, arrival.backward.meet
+        self._arrival, self._owned = arrival, {}
+        self.decisions.forget()
 
     def _look_around(self) -> None:
         """Raise CommunicationError if the workers have to meet."""
@@ -184,7 +192,7 @@ class ElasticWorkers:
 
     def check_may_load(self) -> None:
         """Raise RuntimeError if this worker has begun."""
-        if self.in_use or self._committed:
+        if self.in_use or self._brought:
             raise RuntimeError(
                 "this worker's job has begun: load a state before the first step, on all workers of a new job. Who "
                 "joins gets the job's state by itself"
@@ -200,12 +208,15 @@ class ElasticWorkers:
 
     def end(self, step: int) -> None:
         """End this worker's part in the job, after step number `step`, with all weights alike. Collective."""
+        before = self._brought
         while not self._is_over:
             try:
-                self._look_around()
-                self._move()
+                if self._brought == before:
+                    self._look_around()
+                    self._move()
                 for group in self._layout.groups:
-                    group.meet(step, self._commit_or_repeat)
+                    arrived = self._brought > before
+                    group.meet(step, lambda: self._take(self._synchronizer.arrival(_SYNC)), arrived=arrived)
                 self._phase = StepPhase.SENDING
                 if not self.membership.finish():
                     raise CommunicationError("the workers have to meet once more before they end")
@@ -214,12 +225,6 @@ class ElasticWorkers:
                 raise
             except CommunicationError:
                 self._meet(alarm=True)
-
-    def _commit_or_repeat(self) -> None:
-        if not self._commit():
-            for bucket in self._layout.buckets:
-                bucket.end_step()
-            raise CommunicationError("not all workers have what a sync brings")
 
     def close(self) -> None:
         """Leave; the others go on without this worker."""
@@ -241,13 +246,13 @@ class ElasticWorkers:
         said = _positions(generation)
         if generation.index == 0 and generation.number > 1:
             new = f"{said.count(None)} of them new"
-            line = "; ".join([f"{len(said)} workers after {self._committed} steps sent, {new}", *lost])
+            line = "; ".join([f"{len(said)} workers after {self._brought} steps sent, {new}", *lost])
             print(f"thinwire: {line}", file=sys.stderr, flush=True)
-        here = (self._committed, self._phase)
+        here = (self._brought, self._phase)
         return any(one is not None and one.at < here for one in said)
 
     def _stand(self) -> Record | None:
-        at = self._committed, self._phase, self.decisions.passed, self._begins_at
+        at = self._brought, self._phase, self.decisions.passed, self._begins_at
         return asdict(Position(*at)) if self._in_the_job else None
 
     def _join(self, generation: Generation) -> None:
@@ -270,6 +275,8 @@ class ElasticWorkers:
         group = self.membership.connect(range(len(said)), "exchange").comm
         assert group is not None, "a worker is one process"
         try:
+            # Before decisions, as those of the step before are forgotten by it.
+            self._share_step({number: one.brought for number, one in enumerate(said) if one is not None})
             self._share_decisions(group, {number: one.decided for number, one in enumerate(said) if one is not None})
             source = stay[0] if stay else 0
             if new and (generation.index == source or not self._in_the_job):
@@ -292,6 +299,30 @@ class ElasticWorkers:
             mine = self.decisions.kept_since(first) if group.rank == source else ""
             self.decisions.adopt(first, group.all_gather_bytes(mine.encode(), "share decisions")[source].decode())
 
+    def _share_step(self, brought: Mapping[int, int]) -> None:
+        """Have all who lack some of the last step that was sent take it over; `brought`: how many were, by worker."""
+        last = max(brought.values(), default=0)
+        source = next((number for number, one in brought.items() if one == last), 0)
+        members = [source, *(number for number, one in brought.items() if one < last)]
+        generation = self.membership.generation
+        assert generation is not None
+        if len(members) == 1 or generation.index not in members:
+            return
+        group = self.membership.connect(members, "step").comm
+        assert group is not None
+        mine = self._arrival if group.rank == 0 else self._synchronizer.arrival(_SYNC)
+        assert mine is not None, "who is a step ahead has had it"
+        told = group.all_gather_bytes(mine.but_packets(), "share a step")[0]
+        packets = mine.packets if group.rank == 0 else list(map(torch.empty_like, mine.packets))
+        broadcast_from_rank_0(group, packets)
+        group.barrier()
+        if group.rank:
+            arrival = Arrival.of(told, packets)
+            self._synchronizer.take_over(arrival)
+            self._take(arrival)
+        self._bytes_earlier += group.traffic.bytes_sent
+        group.close()
+
     def _part(self) -> None:
         """Leave the communicator of the last generation, whatever is in flight."""
         self._bytes_earlier += self._group.traffic.bytes_sent
@@ -302,6 +333,8 @@ class ElasticWorkers:
 
     def _move(self) -> None:
         """Cut all buckets for the workers that there are by now."""
+        few = len(self._names_now) < self.membership.settings.min_workers
+        self._layout.step.flags = Flags.MEET if few or self.membership.wanted else Flags.NONE
         if not self._moved:
             return
         if not self._owned:
@@ -318,12 +351,12 @@ class ElasticWorkers:
         """Give the workers `members` what the first of them has. Collective of these."""
         group = self.membership.connect(members, "state").comm
         assert group is not None
-        counted = {"committed": self._committed, "decided": self.decisions.passed, "shared_data": self.shared_data}
+        counted = {"brought": self._brought, "decided": self.decisions.passed, "shared_data": self.shared_data}
         counted["begins_at"] = self._begins_at
         mine = json.dumps({**counted, "where": self._save()}).encode() if group.rank == 0 else b""
         told = json.loads(group.all_gather_bytes(mine, "hand over its state")[0])
         if group.rank:
-            self._committed, self.decisions.passed = told["committed"], told["decided"]
+            self._brought, self.decisions.passed = told["brought"], told["decided"]
             self.shared_data, self._begins_at = told["shared_data"], told["begins_at"]
             self._load(told["where"])
             self._begin_as(told["where"]["freeze_groups"])

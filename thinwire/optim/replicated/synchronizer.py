@@ -138,12 +138,13 @@ class SynchronizedBackward:
     """One synchronised backward, the same on every rank.
 
     `absent`: the parameters that had no gradient on any rank. `overflowing`: if the averages are not finite, the ranks
-    whose own gradients were not.
+    whose own gradients were not. `meet`: some rank's packets said that workers have to meet.
     """
 
-    finite: bool
-    absent: frozenset[int]
-    overflowing: tuple[int, ...]
+    finite: bool = True
+    absent: frozenset[int] = frozenset()
+    overflowing: tuple[int, ...] = ()
+    meet: bool = False
 
 
 class Synchronizer:
@@ -183,16 +184,20 @@ class Synchronizer:
                 self._place_in_order_of_arrival()
                 self.watcher.finish()
                 more = read_outcomes(self._step, self._comm, self._layout.buckets[placed:])
-                found = Outcome(found.finite and more.finite, found.incomplete or more.incomplete, False)
+                found = Outcome(found.finite and more.finite, found.incomplete or more.incomplete)
             self.outcome = self._judge(found, self.watcher.arrived)
         except BaseException:
-            self.end_step()
+            self.give_up()
             raise
         self.watcher.usually_absent = self.outcome.absent
         if self.watcher.left_out:
             self.watcher.usually_absent -= self.watcher.left_out
             self.outcome = replace(self.outcome, absent=self.outcome.absent | self.watcher.left_out)
         return self.outcome
+
+    def give_up(self) -> None:
+        """Forget a step that did not come to its end."""
+        self.end_step()
 
     def finish_replay(self) -> None:
         """Say what became of a backward, and of legs, that a graph's replay has brought; `finish` then knows.
@@ -295,7 +300,7 @@ class Synchronizer:
         if found.incomplete:
             absent = agree_on_absent(self._comm, len(self._table), set(arrived), self._table.describe)
         overflowing = () if found.finite else find_overflowing(self._comm, self._table.parameters)
-        return SynchronizedBackward(found.finite, absent, overflowing)
+        return SynchronizedBackward(found.finite, absent, overflowing, found.meet)
 
     def _is_outdated(self) -> bool:
         """Whether what left is not what would be sent now, on every rank alike."""
