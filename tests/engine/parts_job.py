@@ -177,9 +177,15 @@ def layered(stages: int, **options: Any) -> PipelineModule:
     return model
 
 
-def entropy(output: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-    losses = nn.functional.cross_entropy(output.flatten(0, 1), labels[0].flatten(), reduction="none")
-    return (losses * labels[1].flatten()).mean()
+class Entropy(nn.Module):
+    """A loss that is a module, and none of the layers."""
+
+    def forward(self, output: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+        losses = nn.functional.cross_entropy(output.flatten(0, 1), labels[0].flatten(), reduction="none")
+        return (losses * labels[1].flatten()).mean()
+
+
+entropy = Entropy()
 
 
 def pairs() -> Iterator[Any]:

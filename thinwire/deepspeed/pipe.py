@@ -83,6 +83,8 @@ class PipelineModule(nn.Sequential):
     Raises RuntimeError or NotOfferedError for what cannot be.
     """
 
+    loss_fn: Loss | None
+
     def __init__(
         self,
         layers: Iterable[LayerSpec | nn.Module | Callable[[Any], Any]],
@@ -108,7 +110,8 @@ class PipelineModule(nn.Sequential):
         if num_stages not in (None, found):
             raise RuntimeError(f"num_stages is {num_stages}, and the topology has {found}")
         super().__init__()
-        self.num_stages, self.loss_fn, self.partition_method = int(found or 1), loss_fn, partition_method
+        self.num_stages, self.partition_method = int(found or 1), partition_method
+        vars(self)["loss_fn"] = loss_fn  # one that is a module is none of the layers
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers
