@@ -233,6 +233,9 @@ def parameters_are_whole_from_the_first_forward_on(comm: Communicator) -> None:
         engine.step()
     assert found == [AVAILABLE] * 4
     assert engine.module.mix.weight.ds_status is NOT_AVAILABLE
+    compiled, plain = (make_engine(comm, settings(3)) for _ in range(2))
+    compiled.compile(backend="eager")
+    assert train(compiled, range(2)) == train(plain, range(2))
 
 
 def averages_of_several_backwards_add_up(comm: Communicator) -> None:

@@ -265,6 +265,7 @@ def _describe_gathered(layer: nn.Module, sharded: Sequence[tuple[nn.Module, str,
     """Have the whole parameters that a layer's first forward finds in the model's place say the same. torch keeps
     these objects, and gathers into them again."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def describe_once(*_: object) -> None:
         for module, name, parameter in sharded:
             shown = module._parameters.get(name)
