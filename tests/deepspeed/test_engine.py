@@ -28,6 +28,7 @@ from thinwire.deepspeed.runtime.utils import (
 )
 from thinwire.deepspeed.runtime.zero.stage_1_and_2 import split_half_float_double
 from thinwire.deepspeed.runtime.zero.utils import ZeRORuntimeException
+from thinwire.deepspeed.utils import safe_get_full_fp32_param
 from thinwire.deepspeed.utils.logging import logger
 from thinwire.engine.checkpoint.manifest import MANIFEST, Manifest, manifest_bytes
 from thinwire.engine.errors import CheckpointError
@@ -264,6 +265,14 @@ def test_tensors_are_sorted_masked_and_counted() -> None:
     used(torch.ones(1, 2)).sum().backward()
     assert counts == [2]
     refused(RuntimeError, "must be called during backward execution", count_used_parameters_in_backward, every)
+
+
+def test_master_weights_begin_as_what_the_model_computes_with() -> None:
+    torch.manual_seed(0)
+    weight = engine_of(bf16={"enabled": True}, zero_optimization={"stage": 1}).module.weight
+    master = safe_get_full_fp32_param(weight)
+    assert master.dtype == torch.float32
+    assert torch.equal(master, weight.float())
 
 
 def test_the_configuration_clips_nothing_unless_it_says_so() -> None:

@@ -118,6 +118,7 @@ def test_without_torch_distributed_the_collectives_are_the_communicators(comm: C
             deepspeed.NotOfferedError,
             "splits it by itself",
         ),
+        ({"dist_init_required": False}, AssertionError, "leave dist_init_required out"),
         ({"mesh_param": (2, 1)}, deepspeed.NotOfferedError, "leave mesh_param out"),
         ({"config_params": {"train_batch_size": 2}}, ValueError, "two configurations"),
         ({"no_such": 1}, TypeError, "no_such"),

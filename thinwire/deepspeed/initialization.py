@@ -22,6 +22,7 @@ from thinwire.deepspeed.errors import DeepSpeedUsageError, NotOfferedError
 from thinwire.deepspeed.optimizers import DeepSpeedCPUAdam, FusedLion
 from thinwire.deepspeed.parameters.sharded import mark_configured
 from thinwire.deepspeed.pipe import PipelineModule, with_stages
+from thinwire.deepspeed.ranks import init_distributed, is_initialized
 from thinwire.deepspeed.sections import ZeRORuntimeException
 from thinwire.engine import ConfigError, EngineConfig
 from thinwire.engine.config.loading import read_json_object
@@ -110,7 +111,8 @@ def initialize_as_deepspeed(
     """`deepspeed.initialize`: returns (engine, optimizer, data loader, schedule). Collective.
 
     The arguments are DeepSpeed's, in its order. `args` may have `deepspeed_config`, `config_params` is another name of
-    `config`. The ranks meet as they were launched, so that `distributed_port` and `dist_init_required` are not needed.
+    `config`. The ranks meet as they were launched, so that `distributed_port` is not needed; `dist_init_required` False
+    demands that they have met. In 16 bits master weights begin as what the model computes with, as DeepSpeed's do.
 
     Raises NotOfferedError, a NotImplementedError, for an `mpu` with model parallelism, for `mesh_param`, and at stage 0
     for gradients that add up in another dtype than the model's, which DeepSpeed refuses too; TypeError for any other
@@ -135,12 +137,15 @@ def initialize_as_deepspeed(
             f"initialize() needs a model, a torch.nn.Module, got {type(model).__name__}: pass it as model=; the first "
             "argument is args, the command line's"
         )
+    if dist_init_required is False and not is_initialized():
+        init_distributed(dist_init_required=False)
     loss_fn = model.loss_fn if isinstance(model, PipelineModule) else None
     given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, loss_fn)
     comm = communication.init()
     settings = load_settings(lambda: with_stages(config, model), comm)
     tree = config if isinstance(config, Mapping) else read_json_object(Path(config))
     _refuse_as_deepspeed(settings, tree, optimizer)
+    _round_as_deepspeed(model, settings)
     mark_configured(model, settings.zero_optimization.leaf_module)
     try:
         return build_engine(DeepSpeedEngine, given, settings, comm)
@@ -168,6 +173,15 @@ def _only(named: Mapping[str, Any], how: str) -> Any:
     if not given:
         raise ConfigError(f"there is none: pass the path of a JSON file, or a dict, as `config`{how}")
     return next(iter(given.values()))
+
+
+@torch.no_grad()
+def _round_as_deepspeed(model: nn.Module, settings: EngineConfig) -> None:
+    """Have master weights begin as what the model computes with, in 16 bits, as DeepSpeed's do."""
+    half = torch.float16 if settings.fp16.enabled else torch.bfloat16 if settings.bf16.enabled else None
+    for one in model.parameters() if half is not None else ():
+        if one.dtype in (torch.float32, torch.float64):
+            one.copy_(one.to(half))
 
 
 def _refuse_as_deepspeed(settings: EngineConfig, tree: Mapping[str, Any], optimizer: Any) -> None:
