@@ -18,8 +18,11 @@ from tests.refusing import refused
 from thinwire.comm import Communicator, threads
 from thinwire.deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO, ds_to_universal
 from thinwire.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from thinwire.deepspeed.runtime import lr_schedules
 from thinwire.deepspeed.runtime.config import get_gradient_clipping
 from thinwire.deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+from thinwire.deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+from thinwire.deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr import batch_by_seqlens
 from thinwire.deepspeed.runtime.utils import (
     call_to_str,
     count_used_parameters_in_backward,
@@ -273,6 +276,82 @@ def test_master_weights_begin_as_what_the_model_computes_with() -> None:
     master = safe_get_full_fp32_param(weight)
     assert master.dtype == torch.float32
     assert torch.equal(master, weight.float())
+
+
+def test_schedules_on_a_command_line() -> None:
+    asked = ["--lr_schedule", "OneCycle", "--cycle_first_step_size", "4", "--cycle_momentum"]
+    args = lr_schedules.add_tuning_arguments(argparse.ArgumentParser()).parse_args(asked)
+    section, why = lr_schedules.get_config_from_args(args)
+    params: dict[str, Any] = {}
+    lr_schedules.override_1cycle_params(args, params)
+    assert (section, why) == ({"type": "OneCycle", "params": params}, None)
+    assert params["cycle_momentum"] is True
+    assert "cycle_second_step_size" not in params
+    assert lr_schedules.get_lr_from_config(section) == (params["cycle_max_lr"], "")
+    lr_schedules.override_lr_range_test_params(args, params)
+    assert params["lr_range_test_staircase"] is False
+    rate, why = lr_schedules.get_lr_from_config({"type": "WarmupCosineLR", "params": {}})
+    assert rate is None
+    assert "holds no rate" in why
+
+
+@pytest.mark.parametrize("order", ["dataloader", "random", "seqlen"])
+@pytest.mark.parametrize(("width", "same"), [(1, False), (2, False), (2, True)])
+def test_samples_are_packed_up_to_a_number_of_tokens(order: str, width: int, same: bool) -> None:
+    lengths = [3, 7, 2, 8, 5, 5, 1, 9, 30, 4]
+    packed, sizes, longest = batch_by_seqlens(
+        lengths, 12, sequence_picking_order=order, effective_batch_size=width, required_microbatches_of_same_size=same
+    )
+    batches = [[samples for number, samples in packed if number == batch] for batch in range(len(sizes))]
+    assert [sum(map(len, batch)) for batch in batches] == sizes
+    assert [max(lengths[one] for samples in batch for one in samples) for batch in batches] == longest
+    for batch in batches:
+        assert len(batch) == width
+        assert all(sum(lengths[one] for one in samples) <= 12 for samples in batch)
+        assert not same or len({len(samples) for samples in batch}) == 1
+    every = sorted(one for _, samples in packed for one in samples)
+    assert len(set(every)) == len(every)
+    if width == 1:
+        assert every == [0, 1, 2, 3, 4, 5, 6, 7, 9]  # the one that is too long is left out
+
+
+def test_packed_samples_are_few_enough_and_enough() -> None:
+    assert batch_by_seqlens([5] * 4, 100, max_batch_size=3, verbose=True) == (
+        [(0, [0, 1, 2]), (1, [3])],
+        [3, 1],
+        [5, 5],
+    )
+    assert batch_by_seqlens([5] * 4, 100, [2, 0], min_batch_size=2)[0] == [(0, [2, 0])]
+    refused(AssertionError, "do not fill 3 micro-batches", batch_by_seqlens, [5] * 2, 5, effective_batch_size=3)
+    refused(AssertionError, "sequence_picking_order", batch_by_seqlens, [5], 5, sequence_picking_order="longest")
+
+
+def test_a_curriculum_rises_in_multiples_of_its_step() -> None:
+    config = {"min_difficulty": 10, "max_difficulty": 100, "schedule_type": "fixed_linear"}
+    section = {"total_curriculum_step": 10, "difficulty_step": 8, "root_degree": 2}
+    linear = CurriculumScheduler({**config, "schedule_config": section})
+    assert [linear.get_difficulty(step) for step in (0, 1, 5, 9, 10, 20)] == [16, 16, 48, 88, 96, 100]
+    root = CurriculumScheduler({**config, "schedule_type": "fixed_root", "schedule_config": section})
+    assert [root.get_difficulty(step) for step in (0, 2, 5)] == [16, 48, 72]
+    assert root.update_difficulty(20) == root.update_difficulty(0) == 100
+    discrete = {"difficulty": [1, 2, 3], "max_step": [5, 7]}
+    steps = CurriculumScheduler({**config, "schedule_type": "fixed_discrete", "schedule_config": discrete})
+    assert [steps.get_difficulty(step) for step in (0, 5, 6, 7, 8)] == [1, 1, 2, 2, 3]
+    assert steps.update_difficulty(6) == 2
+    again = CurriculumScheduler({**config, "schedule_type": "custom"})
+    refused(AssertionError, "set_custom_get_difficulty", again.get_difficulty, 0)
+    again.set_custom_get_difficulty(lambda step: 4 * step)
+    assert again.get_difficulty(3) == 12
+    again.set_state(steps.get_state())
+    assert (again.get_current_difficulty(), again.get_difficulty(8)) == (2, 3)
+    refused(AssertionError, "min_difficulty", CurriculumScheduler, {})
+    refused(
+        AssertionError,
+        "needs difficulty_step",
+        CurriculumScheduler,
+        {**config, "schedule_config": {"total_curriculum_step": 1}},
+    )
+    refused(RuntimeError, "not 'steep'", CurriculumScheduler, {**config, "schedule_type": "steep"})
 
 
 def test_the_configuration_clips_nothing_unless_it_says_so() -> None:

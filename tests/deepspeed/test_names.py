@@ -64,6 +64,8 @@ from thinwire.deepspeed.runtime.activation_checkpointing.checkpointing import ch
 from thinwire.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from thinwire.deepspeed.runtime.config import ADAM_OPTIMIZER, DeepSpeedConfig, DeepSpeedConfigError
 from thinwire.deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from thinwire.deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+from thinwire.deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr import batch_by_seqlens
 from thinwire.deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from thinwire.deepspeed.runtime.engine import DeepSpeedEngine
 from thinwire.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -73,6 +75,7 @@ from thinwire.deepspeed.runtime.fp16.onebit.adam import OnebitAdam
 from thinwire.deepspeed.runtime.fp16.onebit.lamb import OnebitLamb
 from thinwire.deepspeed.runtime.fp16.onebit.zoadam import ZeroOneAdam
 from thinwire.deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES, WARMUP_LR, OneCycle, WarmupDecayLR, WarmupLR
+from thinwire.deepspeed.runtime.pipe.engine import PipelineEngine
 from thinwire.deepspeed.runtime.precision_config import get_bfloat16_config
 from thinwire.deepspeed.runtime.progressive_layer_drop import ProgressiveLayerDrop
 from thinwire.deepspeed.runtime.utils import clip_grad_norm_, see_memory_usage
@@ -101,6 +104,7 @@ NOT_OFFERED = {
     "ops.adam.fused_adam.multi_tensor_applier": "FusedAdam steps",
     "ops.transformer.DeepSpeedTransformerLayer": "scaled_dot_product_attention",
     "runtime.comm.nccl.NcclBackend": "CompressedExchange",
+    "runtime.data_pipeline.data_routing.scheduler.RandomLTDScheduler": "thinwire.pld",
     "runtime.data_pipeline.data_sampling.indexed_dataset.MMapIndexedDataset": "training_data",
     "runtime.fp16.fused_optimizer.FP16_Optimizer": "the engine's",
     "runtime.fp16.loss_scaler.LossScaleConfig": "the engine's",

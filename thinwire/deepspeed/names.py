@@ -40,6 +40,7 @@ _ENGINES_PRECISION = Instead(
 _ENGINES_SHARDING = Instead(
     "sharding is the engine's, zero_optimization in the configuration; without it there is thinwire.ShardedOptimizer"
 )
+_NO_DROPPING = Instead("it drops no tokens; thinwire.pld drops whole layers")
 _NO_INDEX = Instead("give the engine any torch data set as training_data, one of memory-mapped arrays say")
 _NO_KERNEL = Instead("thinwire.deepspeed.ops.adam.FusedAdam steps, and has no kernel apart from that")
 _NO_CORES = Instead("the launcher binds ranks to cores: numactl or taskset before python, or srun --cpu-bind")
@@ -167,7 +168,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "runtime.config_utils": {".sections": "DeepSpeedConfigModel"},
     "runtime.constants": {".sections": "GRADIENT_CLIPPING_DEFAULT"},
+    "runtime.data_pipeline.curriculum_scheduler": {".data_pipeline": "CurriculumScheduler"},
+    "runtime.data_pipeline.data_routing.scheduler": {_NO_DROPPING: "RandomLTDScheduler"},
     "runtime.data_pipeline.data_sampling.indexed_dataset": {_NO_INDEX: "MMapIndexedDataset MMapIndexedDatasetBuilder"},
+    "runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": {".data_pipeline": "batch_by_seqlens"},
     "runtime.dataloader": {"thinwire.engine": "DeepSpeedDataLoader=ResumableLoader RepeatingLoader"},
     "runtime.engine": {".engine": "DeepSpeedEngine", ".sections": "ADAM_OPTIMIZER LAMB_OPTIMIZER"},
     "runtime.fp16.fused_optimizer": {_ENGINES_PRECISION: "FP16_Optimizer"},
@@ -186,14 +190,15 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "thinwire.engine.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
     },
     "runtime.pipe": {".pipe": "LayerSpec PipelineModule ProcessTopology TiedLayerSpec"},
+    "runtime.pipe.engine": {".engine": "PipelineEngine=DeepSpeedEngine"},
     "runtime.pipe.module": {".pipe": "LayerSpec PipelineModule TiedLayerSpec"},
     "runtime.pipe.topology": {
         ".pipe": "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
         _NO_GRID: "PipelineParallelGrid",
     },
     "runtime.precision_config": {
-        ".sections": "get_bfloat16_config get_float16_config",
-        "thinwire.engine.config.models": "DeepSpeedBF16Config=Bf16Config DeepSpeedFP16Config=Fp16Config",
+        ".sections": "DeepSpeedFP16Config get_bfloat16_config get_float16_config",
+        "thinwire.engine.config.models": "DeepSpeedBF16Config=Bf16Config",
     },
     "runtime.progressive_layer_drop": {"thinwire.pld": "ProgressiveLayerDrop"},
     "runtime.swap_tensor": {".sections": "MIN_SWAPPABLE_BYTES"},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 LR_SCHEDULE = "lr_schedule"
@@ -71,8 +73,21 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
         return None, f"--{LR_SCHEDULE} not specified on command line"
     if kind not in VALID_LR_SCHEDULES:
         return None, f"{kind} is not supported LR schedule"
-    settings = {LR_RANGE_TEST: _RANGE_TEST, ONE_CYCLE: _CYCLE, WARMUP_COSINE_LR: _COSINE}.get(kind, _WARMUP)
-    return {"type": kind, "params": {name: value for name in settings if _given(value := getattr(args, name))}}, None
+    params: dict[str, Any] = {}
+    _override(
+        {LR_RANGE_TEST: _RANGE_TEST, ONE_CYCLE: _CYCLE, WARMUP_COSINE_LR: _COSINE}.get(kind, _WARMUP), args, params
+    )
+    return {"type": kind, "params": params}, None
+
+
+def _override(settings: Mapping[str, Any], args: argparse.Namespace, params: dict[str, Any]) -> None:
+    """Take into a schedule's `params` what a command line says of these settings."""
+    given = {name: value for name in settings if (value := getattr(args, name, None)) is not None}
+    params.update({name: value for name, value in given.items() if isinstance(value, bool | str) or value >= 0})
+
+
+override_lr_range_test_params = partial(_override, _RANGE_TEST)
+override_1cycle_params = partial(_override, _CYCLE)
 
 
 def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
@@ -83,12 +98,10 @@ def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
     kind = config["type"]
     if kind not in VALID_LR_SCHEDULES:
         return None, f"{kind} is not a valid LR schedule"
+    if kind == WARMUP_COSINE_LR:
+        return None, f"{kind} holds no rate: it scales that of each parameter group"
     key = {LR_RANGE_TEST: LR_RANGE_TEST_MIN_LR, ONE_CYCLE: CYCLE_MAX_LR}.get(kind, WARMUP_MAX_LR)
     return config["params"][key], ""
-
-
-def _given(value: Any) -> bool:
-    return isinstance(value, bool | str) or (value is not None and value >= 0)
 
 
 def _truth(text: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from thinwire.deepspeed.errors import DeepSpeedUsageError
 from thinwire.engine import ConfigError as DeepSpeedConfigError
@@ -218,6 +218,9 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     model_persistence_threshold: int = _stage_3("model_persistence_threshold", 2**63 - 1)
     max_live_parameters: int = _stage_3("max_live_parameters", _BILLION)
     max_reuse_distance: int = _stage_3("max_reuse_distance", _BILLION)
+    adaptive_prefetch_bucket_size: bool = _stage_3("adaptive_prefetch_bucket_size", False)
+    adaptive_prefetch_min_size: int = _stage_3("adaptive_prefetch_min_size", _TEN_MILLION)
+    adaptive_prefetch_max_size: int = _stage_3("adaptive_prefetch_max_size", 5 * _HUNDRED_MILLION)
     gather_16bit_weights_on_model_save: bool = Field(
         False,
         validation_alias=AliasChoices(
@@ -243,14 +246,29 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         return self
 
 
+class DeepSpeedFP16Config(Fp16Config):
+    """The keys of "fp16", whose numbers may be text. Raises pydantic's ValidationError, a ValueError."""
+
+    @field_validator("loss_scale", "loss_scale_window", "min_loss_scale", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> int | float:
+        try:
+            number = float(value) if isinstance(value, str) or type(value) in (int, float) else None
+        except ValueError:
+            number = None
+        if number is None:
+            raise ValueError(f"must be a number, got {value!r}")
+        return int(number) if number.is_integer() else number
+
+
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Bf16Config:
     """The "bf16" section of a configuration, which may be spelled "bfloat16"."""
     return Bf16Config.model_validate(param_dict.get("bf16", param_dict.get("bfloat16", {})))
 
 
-def get_float16_config(param_dict: Mapping[str, Any]) -> Fp16Config:
+def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
     """The "fp16" section of a configuration."""
-    return Fp16Config.model_validate(param_dict.get("fp16", {}))
+    return DeepSpeedFP16Config.model_validate(param_dict.get("fp16", {}))
 
 
 GRADIENT_CLIPPING_DEFAULT = 0.0  # none, as in DeepSpeed until June 2026
