@@ -15,6 +15,7 @@ from tests.engine.config.test_keys import WORKS, nested, refusal
 from tests.refusing import refused
 from thinwire.deepspeed.config.keys import WITHOUT_EFFECT
 from thinwire.deepspeed.config.relaxed_json import NotReadableError, read_relaxed_json
+from thinwire.deepspeed.sections import DeepSpeedFP16Config
 from thinwire.engine.config import ConfigError, EngineConfig, load_config
 from thinwire.optim.settings import WholeNumber
 
@@ -323,6 +324,13 @@ def test_what_people_write(text: str, expected: Any) -> None:
 )
 def test_texts_that_cannot_be_meant(text: str, message: str) -> None:
     refused(NotReadableError, message, read_relaxed_json, text)
+
+
+@pytest.mark.parametrize("key", ["loss_scale", "loss_scale_window", "min_loss_scale"])
+def test_numbers_of_a_section_may_be_text(key: str) -> None:
+    assert getattr(DeepSpeedFP16Config(**{key: "3"}), key) == 3
+    for wrong, message in (([], "must be a number"), (True, "must be a number"), ("x", "must be a number"), (-1, "")):
+        refused(ValueError, message, DeepSpeedFP16Config, **{key: wrong})
 
 
 def test_a_file_with_comments_and_trailing_commas(tmp_path: Path) -> None:

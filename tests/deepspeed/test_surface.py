@@ -43,7 +43,9 @@ def test_getters_follow_the_configuration(comm) -> None:
     engine = make_engine(comm, config)
     says(engine, get_batch_info=(6 * MICRO, MICRO, 3), world_size=2, dp_world_size=2, mp_world_size=1, local_rank=0)
     says(engine, global_rank=comm.rank, get_data_parallel_rank=comm.rank)
-    says(engine, get_model_parallel_rank=0, get_tensor_parallel_rank=0)
+    says(engine, get_data_parallel_world_size=2)
+    for kind in ("model", "tensor", "pipeline", "sequence"):
+        says(engine, **{f"get_{kind}_parallel_rank": 0, f"get_{kind}_parallel_world_size": 1})
     says(engine, zero_optimization=True, zero_optimization_stage=2, zero_optimization_partition_gradients=True)
     says(engine, zero_optimization_partition_weights=False, zero_reduce_bucket_size=6000, zero_overlap_comm=False)
     says(engine, zero_cpu_offload=False, zero_offload_optimizer=None, zero_offload_param=None)
@@ -311,6 +313,8 @@ def test_a_timer_counts_what_a_script_starts_and_stops() -> None:
     assert timer.avg_samples_per_sec() == timer.batch_size / elapsed[5]
     timer.update_epoch_count()
     assert (timer.epoch_count, timer.micro_step_count) == (1, 0)
+    for wrong in (0, 1.5, True):
+        refused(ValueError, "greater than 0|positive integer or None", ThroughputTimer, steps_per_output=wrong)
     lines: list[str] = []
     timer = ThroughputTimer(None, batch_size=4, start_step=0, steps_per_output=2, logging_fn=lines.append)
     for _ in range(4):

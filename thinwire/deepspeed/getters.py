@@ -130,8 +130,15 @@ def _size(engine: Any, dimension: str) -> int:
 
 _RANK_METHODS: Mapping[str, tuple[Callable[[Any], int], str]] = {
     "get_data_parallel_rank": (lambda one: one.comm.rank, "This rank among those that take different data."),
+    "get_data_parallel_world_size": (lambda one: one.comm.size, "Ranks that take different data."),
     "get_model_parallel_rank": (lambda one: _at(one, "tp"), "This rank among those that share a stage's layers."),
+    "get_model_parallel_world_size": (lambda one: _size(one, "tp"), "Ranks that share a stage's layers."),
     "get_tensor_parallel_rank": (lambda one: _at(one, "tp"), "This rank among those that share a layer."),
+    "get_tensor_parallel_world_size": (lambda one: _size(one, "tp"), "Ranks that share a layer."),
+    "get_pipeline_parallel_rank": (lambda one: _at(one, "pp"), "This rank's stage."),
+    "get_pipeline_parallel_world_size": (lambda one: _size(one, "pp"), "Stages of the pipeline; 1 without one."),
+    "get_sequence_parallel_rank": (lambda _: 0, "This rank among those that share a sequence: there is one."),
+    "get_sequence_parallel_world_size": (lambda _: 1, "Ranks that share a sequence: one."),
     "is_first_stage": (lambda one: _at(one, "pp") == 0, "Whether this rank's stage is the first of a pipeline."),
     "is_last_stage": (lambda one: _at(one, "pp") + 1 == _size(one, "pp"), "Whether it is the last one."),
 }

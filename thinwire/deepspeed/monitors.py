@@ -34,7 +34,7 @@ class ThroughputTimer:
 
     The first `start_step` steps are counted and not timed. `batch_size`: samples of a step, over all ranks. With
     `steps_per_output`, every so many steps a line goes to `logging_fn`, by default thinwire's logger. `config` and
-    `monitor_memory` are for DeepSpeed's calls.
+    `monitor_memory` are for DeepSpeed's calls. Raises ValueError for a `steps_per_output` that is no positive integer.
     """
 
     def __init__(
@@ -46,6 +46,10 @@ class ThroughputTimer:
         monitor_memory: bool = False,
         logging_fn: Callable[[str], None] | None = None,
     ) -> None:
+        if steps_per_output is not None and type(steps_per_output) is not int:
+            raise ValueError(f"steps_per_output must be a positive integer or None, got {steps_per_output!r}")
+        if steps_per_output is not None and steps_per_output < 1:
+            raise ValueError(f"steps_per_output must be greater than 0, got {steps_per_output}")
         self.batch_size, self.start_step = batch_size or 1, start_step
         self.steps_per_output, self.logging = steps_per_output, logging_fn or logger.info
         self.initialized = self.started = False
@@ -74,12 +78,14 @@ class ThroughputTimer:
             self.end_time = time.perf_counter()
             self.total_elapsed_time += self.end_time - self.start_time
             self.step_elapsed_time = 0.0 if global_step else self.step_elapsed_time + self.end_time - self.start_time
-        every = self.steps_per_output if global_step and report_speed else None
-        if every and self.global_step_count % every == 0:
+        if global_step and report_speed and self._is_report_boundary():
             self.logging(
                 f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
                 f"RunningAvgSamplesPerSec={self.avg_samples_per_sec():.6g}"
             )
+
+    def _is_report_boundary(self) -> bool:
+        return self.steps_per_output is not None and self.global_step_count % self.steps_per_output == 0
 
     def avg_samples_per_sec(self) -> float:
         """Samples a second of the steps that were timed, over all ranks; -1 while there is none."""

@@ -150,8 +150,10 @@ _STAGE_3_SIZES = (
     "max_live_parameters",
     "max_reuse_distance",
     "module_granularity_threshold",
+    "adaptive_prefetch_min_size",
+    "adaptive_prefetch_max_size",
 )
-_STAGE_3_SWITCHES = ("use_all_reduce_for_fetch_params", "allgather_sequential")
+_STAGE_3_SWITCHES = ("use_all_reduce_for_fetch_params", "allgather_sequential", "adaptive_prefetch_bucket_size")
 
 _ZERO = {
     **_idle(WholeNumber, _FSDP, *_STAGE_3_SIZES, *(f"stage3_{name}" for name in _STAGE_3_SIZES)),
