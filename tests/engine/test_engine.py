@@ -40,27 +40,33 @@ def test_losses_are_plain_torchs(world, steps, accumulation, max_norm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "accumulation", "codec"),
-    [("bf16", 1, None), ("bf16", 2, None), ("fp16", 2, None), ("bf16", 2, "int4"), ("fp16", 1, "int8")],
+    ("precision", "accumulation", "codec", "tolerance"),
+    [("bf16", 1, None, 3e-3), ("fp16", 2, None, 3e-3), ("bf16", 2, "int4", 0.03), ("fp16", 1, "int8", 3e-3)],
 )
-def test_16_bit_follows_fp32(precision, accumulation, codec) -> None:
-    expected = tiny.reference(2, 16, accumulation, max_norm=0.5)
+def test_16_bit_follows_fp32(precision, accumulation, codec, tolerance) -> None:
+    """With SGD: AdamW divides by what rounding adds, and comes to as good losses another way, several percent apart."""
 
     def body(comm):
-        results = []
+        sgd = {"type": "SGD", "params": {"lr": 0.05}}
+        common = {"optimizer": sgd, "gradient_accumulation_steps": accumulation, "gradient_clipping": 0.5}
+        exact, results = make_engine(comm, settings(0, **common)), []
+        expected = train(exact, range(16))
         for stage in (0, 1, 2):
-            config = settings(stage, gradient_accumulation_steps=accumulation, gradient_clipping=0.5)
-            config["communication_codec"] = codec
+            config = settings(stage, communication_codec=codec, **common)
             engine = make_engine(comm, config | {precision: PRECISIONS[precision]})
             losses = train(engine, range(16))
             dtypes = {value.dtype for value in engine.module.state_dict().values()}
-            results.append((losses, dtypes, engine.skipped_steps))
-        return results
+            sent = engine.optimizer.bytes_sent / exact.optimizer.bytes_sent
+            results.append((losses, dtypes, engine.skipped_steps, sent))
+        return expected, results
 
-    for losses, dtypes, skipped in threads.run(body, 2)[0]:
+    expected, results = threads.run(body, 2)[0]
+    assert expected[-1] < 0.7 * expected[0]
+    for losses, dtypes, skipped, sent in results:
+        assert (sent < 0.45) == (codec is not None)
         assert dtypes == {torch.bfloat16 if precision == "bf16" else torch.float16}
         assert skipped == 0
-        assert abs(sum(losses[-10:]) - sum(expected[-10:])) < 0.03 * sum(expected[-10:])
+        assert sum(losses[-10:]) == pytest.approx(sum(expected[-10:]), rel=tolerance)
 
 
 @on_threads(2)
