@@ -46,8 +46,8 @@ STAGES = ("stage 0", "stage 1")
 QUESTIONS = re.compile(r"\s*(What|Which|How|Where|Who|Whether)\b")
 
 
-def measure(journeys: bool = True) -> dict[str, dict[str, int]]:
-    """Every value by rule and name."""
+def measure(journeys: str | None = sys.executable) -> dict[str, dict[str, int]]:
+    """Every value by rule and name; those of journeys by the Python that is named, if one is."""
     return {
         "files of a room": dict(Counter(room_of(path) for path in files())),
         "lines of a room": lines_of_rooms(),
@@ -65,7 +65,7 @@ def measure(journeys: bool = True) -> dict[str, dict[str, int]]:
             "docs": sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md"))
         },
         "lines of tests": {"tests": sum(lines(path) for path in (ROOT / "tests").rglob("*.py"))},
-        **(measured_journeys() if journeys else {}),
+        **(measured_journeys(journeys) if journeys else {}),
     }
 
 
@@ -212,10 +212,10 @@ def dialect() -> Iterator[tuple[str, int]]:
         yield word, len(re.findall(rf"\b{word}\b", text, re.IGNORECASE))
 
 
-def measured_journeys() -> dict[str, dict[str, int]]:
+def measured_journeys(python: str) -> dict[str, dict[str, int]]:
     """Files, functions and returns of the library's calls, from a process of its own: see tests/journeys.py."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.journeys"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=240
+        [python, "-m", "tests.journeys"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=240
     )
     counts: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
     return {
