@@ -312,9 +312,9 @@ def test_what_lies_under_another_name_is_refused_before_anything_moves(tmp_path,
     file = json.loads(whole)["files"][0]
     places = {one["kind"]: ("slices", number, "kind") for number, one in enumerate(file["slices"])}
     named = {name: (table, name) for table in ("rank_tensors", "buffers") for name in file[table]}
+    train(engine, [4])  # to other weights than those that were saved
+    before = weights(engine.module)
     for what, place in (places | named).items():
-        train(engine, [4])  # to other weights than those that were saved
-        before = weights(engine.module)
         if place[0] == "slices":
             change(path.parent, "files", 0, *place, to="other")
         else:
@@ -329,7 +329,7 @@ def test_what_lies_under_another_name_is_refused_before_anything_moves(tmp_path,
             engine.load_checkpoint(tmp_path, "newer")
         assert equal(before, weights(engine.module)), what
         path.write_bytes(whole)
-        engine.load_checkpoint(tmp_path, "newer")
+    engine.load_checkpoint(tmp_path, "newer")
     change(path.parent, "files", 0, "slices", 0, "kind", to="other")
     with pytest.warns(RuntimeWarning, match="Loading 'older'"):
         assert engine.load_checkpoint(tmp_path)[0].endswith("older")

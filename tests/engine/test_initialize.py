@@ -58,41 +58,30 @@ def decaying(optimizer):
 
 @pytest.mark.filterwarnings("error:.*lr_scheduler.*")
 @pytest.mark.parametrize(
-    ("form", "schedule_form"),
-    [("instance", None), ("instance", "instance"), ("instance", "function"), ("function", "function")],
+    ("form", "schedule_form", "named"),
+    [("instance", None, 0), ("instance", "function", 0), ("instance", "instance", 1), ("function", "function", 1)],
 )
-def test_the_users_optimizer_and_schedule(form, schedule_form) -> None:
+def test_the_users_optimizer_and_schedule(form, schedule_form, named, capsys) -> None:
+    """As in DeepSpeed: what a script passes wins over what its file names, if it does, and that is said once."""
     model = make_model()
     optimizer = sgd(model) if form == "instance" else lambda parameters: sgd(model)
     schedule = {None: None, "function": decaying}.get(schedule_form)
     if schedule_form == "instance":
         schedule = decaying(optimizer)
-    given = {"model": model, "optimizer": optimizer, "lr_scheduler": schedule}
-    engine, sharded, loader, returned = initialize(**given, config=settings(1, optimizer=None))
+    file = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}}} if named else {"optimizer": None}
+    given = {"model": model, "optimizer": optimizer, "lr_scheduler": schedule, "comm": speaking()}
+    engine, sharded, loader, returned = initialize(**given, config=settings(gradient_clipping=0, **file))
     assert loader is None
     assert engine.lr_scheduler is returned
     assert (returned is None) == (schedule_form is None)
     assert engine.optimizer is sharded
     assert engine.get_lr() == [0.01, 0.005]
-    losses = train(engine, range(8))
-    expected = plain_losses(8, decaying if schedule_form else None)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("form", ["instance", "function"])
-def test_the_users_optimizer_and_schedule_replace_those_of_the_file(form, capsys) -> None:
-    """As in DeepSpeed: what a script passes wins over what its file names, and that is said once."""
-    model = make_model()
-    optimizer = sgd(model) if form == "instance" else lambda parameters: sgd(model)
-    schedule = decaying(optimizer) if form == "instance" else decaying
-    config = settings(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}}, gradient_clipping=0)
-    engine, *_ = initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config, comm=speaking())
-    assert engine.get_lr() == [0.01, 0.005]
     losses = train(engine, range(5))
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain_losses(5, decaying)), rtol=1e-5, atol=0)
+    expected = plain_losses(5, decaying if schedule_form else None)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
     told = capsys.readouterr().err
-    assert told.count('is used in place of "AdamW" in the configuration\'s "optimizer" section') == 1
-    assert told.count('is used in place of "WarmupLR" in the configuration\'s "scheduler" section') == 1
+    for section, name in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
+        assert told.count(f'is used in place of "{name}" in the configuration\'s "{section}" section') == named
 
 
 def test_an_optimizer_of_the_users_goes_with_a_schedule_of_the_file() -> None:
