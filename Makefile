@@ -9,14 +9,17 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 # One more than there are cores: tests that start jobs wait a good part of their time.
 WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+PYTEST := $(RUN) -m pytest --numprocesses $(WORKERS) --maxprocesses 4
+BY_FILE := --dist loadfile --no-loadscope-reorder
 # Arguments for the experiment, as in: make train ARGS="--model mini --ranks 2"
 ARGS ?=
 
-.PHONY: help train test kernels chaos bits lint bert-recipe plots lion frontier stages bench bench-engine text-classification long-sequences long-documents layer-drop ethernet pipelines shards plan-accuracy redraw gpu docs wheel clean
+.PHONY: help train test programs kernels chaos bits lint bert-recipe plots lion frontier stages bench bench-engine text-classification long-sequences long-documents layer-drop ethernet pipelines shards plan-accuracy redraw gpu docs wheel clean
 
 help:
 	@echo "make train           pretrain a small BERT with AdamW and with 1-bit Adam on ZeRO-1, and draw both (under 10 minutes)"
-	@echo "make test            run every test"
+	@echo "make test            run the tests (under 7 minutes on 2 cores)"
+	@echo "make programs        run those of whole programs: launched jobs, compiled models, command lines (about 4 minutes; CI always runs it)"
 	@echo "make kernels         compile and emulate the kernels for GPUs, every form (about 10 minutes; CI runs it if kernels changed)"
 	@echo "make chaos           damage, races and other faults by the thousand, each seeded (about 20 minutes)"
 	@echo "make bits            run every optimizer in every form against the bits that were recorded of it (about 3 minutes)"
@@ -53,12 +56,15 @@ train: $(READY)
 	$(RUN) -m experiments.pretrain_bert $(ARGS)
 
 # Bytecode is kept whatever the shell says: every worker, and most processes that tests start, would compile all again.
-test: export PYTHONDONTWRITEBYTECODE :=
+test programs: export PYTHONDONTWRITEBYTECODE :=
 test: $(READY)
-	$(RUN) -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(BY_FILE) $(ARGS)
+
+programs: $(READY)
+	$(PYTEST) --dist load -m programs $(ARGS)
 
 kernels: $(READY)
-	$(RUN) -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m kernels $(ARGS)
+	$(PYTEST) $(BY_FILE) -m kernels $(ARGS)
 
 chaos: $(READY)
 	$(RUN) -m tests.chaos $(ARGS)

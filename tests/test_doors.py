@@ -110,6 +110,7 @@ def test_help_needs_no_torch(command: str) -> None:
     assert run(RUN, *command.split(), "--help").startswith(f"usage: thinwire {command}".strip())
 
 
+@pytest.mark.programs
 def test_the_ways_in() -> None:
     """Each in a process that has nothing of thinwire: a fork of one that has imported torch once for all of them."""
     run(WAYS_IN)

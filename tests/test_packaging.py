@@ -5,10 +5,14 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 import thinwire
 from tests.test_doors import run
 
 REPOSITORY = Path(__file__).parents[1]
+
+pytestmark = pytest.mark.programs
 
 OPTIMIZERS = """
 import importlib.abc, sys

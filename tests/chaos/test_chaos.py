@@ -23,13 +23,13 @@ def test_the_seed_decides() -> None:
     assert configs.run(20, 3) == configs.run(20, 3)
 
 
-@pytest.mark.launch
+@pytest.mark.programs
 def test_surviving_nodes_end_together_and_a_node_joins(jobs: Jobs) -> None:
     """Nodes of two ranks, of which one rank dies."""
     check(elastic.run(1, seed=5, python=jobs.python), 1)
 
 
-@pytest.mark.launch
+@pytest.mark.programs
 def test_synchronous_workers_go_on_without_one_and_with_another(jobs: Jobs) -> None:
     """The first of four dies in the commit of a frozen step, after one has joined."""
     check(heal.run(1, seed=36, python=jobs.python), 1)
@@ -45,7 +45,7 @@ def test_forks_of_a_rank_end_and_the_rank_goes_on(jobs: Jobs) -> None:
     assert forks.of_form("onebit-1", 6, 1, jobs.python) == []
 
 
-@pytest.mark.launch
+@pytest.mark.programs
 @pytest.mark.parametrize("form", [kills.Form("OneBitAdam", 1), kills.Form("OneBitAdam", 1, by_node=True)], ids=str)
 def test_what_was_killed_goes_on_bit_for_bit(form: kills.Form, jobs: Jobs) -> None:
     check(kills.run(2, seed=1, forms=[form], python=jobs.python), 2)

@@ -60,7 +60,13 @@ def test_under_torchrun(jobs: Jobs) -> None:
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("how", "victim", "chunk"), [("killed", 1, 3), ("killed", 0, 100_003), ("stopped", 0, 100_003), ("elsewhere", 1, 3)]
+    ("how", "victim", "chunk"),
+    [
+        ("killed", 1, 3),
+        ("killed", 0, 100_003),
+        pytest.param("stopped", 0, 100_003, marks=pytest.mark.programs),
+        ("elsewhere", 1, 3),
+    ],
 )
 def test_a_lost_rank_is_named(jobs: Jobs, how: str, victim: int, chunk: int) -> None:
     for survivor in jobs.orphans(3, *JOB, "lose", how, str(chunk), str(victim), victim=victim):
@@ -95,7 +101,7 @@ def test_mpis_thread_ends_with_the_communicator_and_with_the_process(jobs: Jobs)
     ("how", "said"),
     [
         ("raising", ["KeyError: 'a bug of the user'"]),
-        ("stopped", ["all_to_all of 300009 float32", "rank 1 did not answer"]),
+        pytest.param("stopped", ["all_to_all of 300009 float32", "rank 1 did not answer"], marks=pytest.mark.programs),
         ("elsewhere", ["ranks are not at the same call"]),
     ],
 )

@@ -50,7 +50,7 @@ def test_stages_0_to_2(body, stage, precision, ranks) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.programs), 1])
 def test_stage_3(jobs, ranks: int) -> None:
     program = ("-m", "tests.deepspeed.stage3_program")
     done = jobs.alone(*program) if ranks == 1 else jobs.torchrun(ranks, *program)

@@ -19,7 +19,6 @@ from thinwire.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from thinwire.engine import ConfigError
 from thinwire.parallel import Pipeline
 
-PROGRAM = ("-m", "tests.engine.parts_job")
 STEPS, FEW = 2, 2
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": ROWS,

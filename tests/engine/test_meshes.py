@@ -17,7 +17,7 @@ from thinwire.engine.checkpoint.manifest import _sealed
 from thinwire.engine.checkpoint.regions import Cut
 
 
-@pytest.mark.launch
+@pytest.mark.programs
 def test_what_one_mesh_saves_goes_on_on_any_other(jobs: Jobs, tmp_path: Path) -> None:
     alone = build("AdamW", 1, 1, 1)
     expected = losses(alone, 0, BEFORE)
@@ -62,7 +62,7 @@ def refuse_damaged(folder: Path, tag: str) -> None:
         refused(CheckpointError, told, engine.load_checkpoint, str(folder), tag)
 
 
-@pytest.mark.launch
+@pytest.mark.programs
 def test_a_lost_rank_is_named_and_the_last_checkpoint_loads(jobs: Jobs, tmp_path: Path) -> None:
     for survivor in jobs.orphans(4, *PROGRAM, str(tmp_path), "pp2xtp2", victim=3):
         assert survivor.returncode != 0

@@ -1,26 +1,17 @@
-"""Ranks that hold parts of a model train as one process does, in real processes: see `parts_job`. And global batches
-of ranks that hold all of it."""
+"""Global batches of ranks that hold all of a model; of parts: see `parts_job`."""
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from tests.engine.parts_job import CONFIG, PROGRAM, entropy, layered, pairs
-from tests.launching import Jobs, on_threads
+from tests.engine.parts_job import CONFIG, entropy, layered, pairs
+from tests.launching import on_threads
 from tests.refusing import refused
 from thinwire import initialize
 from thinwire.comm import Communicator
 from thinwire.deepspeed.pipe import LayerSpec, PipelineModule
 from thinwire.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize(("ranks", "task"), [(2, "two"), (4, "four")])
-def test_parts_of_a_model_train_as_one_process_does(jobs: Jobs, ranks: int, task: str) -> None:
-    done = jobs.torchrun(ranks, *PROGRAM, task)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @on_threads(2)

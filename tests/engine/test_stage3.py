@@ -440,7 +440,7 @@ def checkpoints(comm: Communicator, folder: Path) -> None:
         (folder / "expected.json").write_text(json.dumps(expected))
 
 
-@pytest.mark.launch
+@pytest.mark.programs
 def test_on_gloo(jobs, tmp_path) -> None:
     for size, parts in ((2, ANY), (3, UNEVEN)):
         done = jobs.torchrun(size, *PROGRAM, str(tmp_path), *parts)

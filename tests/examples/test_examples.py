@@ -66,7 +66,7 @@ def test_layer_drop(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert ran[-1] < ran[0]
 
 
-@pytest.mark.launch
+@pytest.mark.programs
 def test_tensor_parallel(jobs: Jobs) -> None:
     done = jobs.torchrun(4, str(EXAMPLES / "tensor_parallel.py"), "--steps", "20", **WHOLLY)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -87,7 +87,7 @@ def test_accelerate_loop(jobs: Jobs) -> None:
 
 
 @since_torch_2_13
-@pytest.mark.launch
+@pytest.mark.programs
 def test_pipeline(jobs: Jobs) -> None:
     """Two stages of two replicas."""
     done = jobs.torchrun(4, str(EXAMPLES / "pipeline.py"), "--steps", "30", "--width", "16", **WHOLLY)

@@ -245,7 +245,7 @@ def test_ratios_pair_rounds() -> None:
     assert low < middle == 300 < high
 
 
-@pytest.mark.launch
+@pytest.mark.programs
 def test_the_engine_writes_numbers_and_picture(tmp_path: Path, jobs: Jobs) -> None:
     sizes = ["--model", "tiny", "--batch-size", "2", "--rounds", "1", "--memory-ranks", "1"]
     ended = jobs.alone("-m", "experiments.benchmarks.engine", *sizes, "--output", str(tmp_path))
@@ -289,6 +289,7 @@ ENCODERS = {
 
 
 @pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.programs
 def test_encoders_are_compared(name: str, tmp_path: Path) -> None:
     command, options, systems = ENCODERS[name]
     given = [one.replace("_", " ") for one in options.split()]

@@ -114,7 +114,7 @@ def test_what_a_killed_maker_left_is_removed_by_the_next() -> None:
     assert name not in existing()
 
 
-@pytest.mark.launch
+@pytest.mark.programs
 def test_loopback_stands_in_without_root(tmp_path: Path) -> None:
     need_mpi()
     program = tmp_path / "program.py"

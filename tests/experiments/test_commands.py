@@ -80,6 +80,7 @@ def is_changed(path: Path) -> bool:
     return compared.returncode == 1
 
 
+@pytest.mark.programs
 def test_every_committed_picture_is_drawn_from_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what its title says, the documentation says too, unless the run is one's own."""
     titles: list[str] = []

@@ -112,6 +112,7 @@ def send() -> int:
 
 @pytest.mark.skipif(not loopback.bytes_sent(), reason="nobody counts the loopback interface's bytes here")
 @pytest.mark.parametrize("own", [True, False])
+@pytest.mark.programs
 def test_a_job_counts_its_bytes_on_an_interface_of_its_own_but_under_a_launcher(own: bool, jobs: Jobs) -> None:
     if own and subprocess.run(["unshare", "--user", "--map-root-user", "--net", "true"], check=False).returncode:
         pytest.skip("the system gives no network namespace")

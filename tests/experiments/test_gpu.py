@@ -52,6 +52,7 @@ def test_a_failing_stage_is_recorded_and_the_next_one_runs(tmp_path, monkeypatch
     assert "there is no stage 'nonsense'" in capsys.readouterr().err
 
 
+@pytest.mark.programs
 def test_training_is_tried_out_without_a_gpu(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(training, "_VOCABULARY", 100)
     monkeypatch.setattr(training, "_LENGTH", 16)

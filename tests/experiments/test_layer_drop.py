@@ -91,6 +91,7 @@ def test_times_are_read_at_the_expected_number_of_layers() -> None:
     assert Saving.of(measured, 12, 0.5).ratio == pytest.approx(0.1 + 0.07 * 8.75)
 
 
+@pytest.mark.programs
 def test_a_run_writes_numbers_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = write_text(tmp_path / "shopping.txt", 2000)
     data = ["--model", "tiny", "--vocab-size", "120", "--sequence-length", "16", "--validation-sequences", "8"]

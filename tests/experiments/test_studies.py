@@ -205,6 +205,7 @@ def test_growth_finds_the_longest_sequence(coefficients: tuple[float, ...], degr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+@pytest.mark.programs
 def test_long_sequences_write_numbers_and_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +240,7 @@ def test_long_sequences_write_numbers_and_picture(
     assert found["findings"][0] in capsys.readouterr().out
 
 
+@pytest.mark.programs
 def test_long_documents_write_numbers_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = write_text(tmp_path / "shopping.txt", 6000)
     sizes = ["--model", "tiny", "--vocab-size", "120", "--document-length", "256", "--window", "64"]

@@ -31,7 +31,7 @@ __all__ = ["meeting"]
 ONE_BIT = {"optimizer": {"type": "OneBitAdam"}}
 
 
-@pytest.mark.launch
+@pytest.mark.programs
 @pytest.mark.parametrize("program", ["program", "engine_program"])
 def test_on_two_processes(jobs, tmp_path: Path, program: str) -> None:
     """One launch for all that a program checks, as imports take longest."""

@@ -90,6 +90,7 @@ def test_a_model_with_weights_alone_in_fewer_bits(how) -> None:
     assert (found - exact).norm() < (0.05 if how == "int8" else 0.3) * exact.norm()
 
 
+@pytest.mark.programs
 def test_compiled_layers_answer_alike_whatever_the_lengths(monkeypatch) -> None:
     """Attention by document, whose sizes a graph would hold, stays outside; equal layers share graphs."""
     plain = bert("BertForMaskedLM", num_hidden_layers=3)

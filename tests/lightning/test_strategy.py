@@ -21,7 +21,7 @@ from thinwire import OneBitAdam
 __all__ = ["meeting"]
 
 
-@pytest.mark.launch
+@pytest.mark.programs
 def test_two_ranks(jobs: Jobs, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     done = jobs.alone("-m", "tests.lightning.program", str(tmp_path))

@@ -33,7 +33,7 @@ def test_on_a_split_of_mpi(jobs: Jobs) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.launch
+@pytest.mark.programs
 @pytest.mark.parametrize(("when", "lazy"), [("before", "0"), ("before", "1"), ("later", "1")])
 def test_a_rank_lost_in_one_group_ends_that_group_alone(jobs: Jobs, when: str, lazy: str) -> None:
     survivors = jobs.orphans(4, *JOB, "lose", when, victim=3, TORCH_GLOO_LAZY_INIT=lazy)

@@ -6,6 +6,7 @@ pytestmark = pytest.mark.launch
 PROGRAM = ("-m", "tests.compress.bodies")
 
 
+@pytest.mark.programs
 def test_on_gloo_and_beside_ddp(jobs) -> None:
     done = jobs.torchrun(3, *PROGRAM, "ddp")
     assert done.returncode == 0, done.stdout + done.stderr

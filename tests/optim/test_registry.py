@@ -267,6 +267,7 @@ assert not compiled.buffer, compiled.buffer
 """
 
 
+@pytest.mark.programs
 def test_what_is_not_on_disk_is_compiled_by_another_process(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     for says in (True, False):

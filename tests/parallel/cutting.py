@@ -35,7 +35,6 @@ from thinwire.deepspeed import init_inference
 from thinwire.inference import prepare
 from thinwire.parallel import parallelize
 
-PROGRAM = ("-m", "tests.parallel.cutting")
 WORDS, LENGTH = 40, 8
 SIZES = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 24, "max_position_embeddings": 16, "pad_token_id": 0}

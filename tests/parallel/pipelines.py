@@ -19,7 +19,6 @@ from thinwire.compress.codecs import Codec
 from thinwire.parallel import CompressedStage
 from thinwire.parallel.compressed_stage import activation_codec, pack, takes, unpack
 
-PROGRAM = ("-m", "tests.parallel.pipelines")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 CPU = torch.device("cpu")

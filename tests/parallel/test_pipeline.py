@@ -1,12 +1,10 @@
-"""Models in stages train as they do in one process; in real processes: see `training`. And how they are cut."""
+"""How models are cut into stages; how these train: test_real_ranks.py."""
 
 import pytest
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.launching import Jobs, since_torch_2_13
-from tests.parallel.training import PROGRAM
 from tests.refusing import refused
 from thinwire.parallel.splitting import split_model
 
@@ -17,20 +15,6 @@ def test_a_head_takes_time_and_an_embedding_none() -> None:
     blocks = [[len(part.model.transformer.h) for part in split_model(model, 2, by)] for by in ("parameters", "time")]
     assert blocks == [[2, 2], [3, 1]]
     refused(ValueError, "nn.Sequential is not known", split_model, nn.Sequential(nn.Linear(1, 1)), 1, "time")
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize(
-    ("ranks", "tasks"),
-    [
-        pytest.param(2, "models schedules sequential refusals", marks=since_torch_2_13),
-        (4, "models replicas"),
-        (8, "cube"),
-    ],
-)
-def test_a_pipeline_trains_as_one_process_does(jobs: Jobs, ranks: int, tasks: str) -> None:
-    done = jobs.torchrun(ranks, *PROGRAM, *tasks.split())
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("stages", "sizes"), [(1, [31]), (2, [16, 15]), (3, [11, 10, 10]), (4, [11, 5, 5, 10])])

@@ -29,7 +29,6 @@ from thinwire.plan.models import model_of
 from thinwire.plan.workload import named_device
 from thinwire.zero import ShardedOptimizer
 
-PROGRAM = ("-m", "tests.parallel.training")
 WORDS, LENGTH, ROWS, MICRO_BATCHES, RATE = 90, 12, 3, 4, 2e-3
 LOSS = nn.functional.mse_loss
 

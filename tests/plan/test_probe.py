@@ -359,6 +359,7 @@ def model():
 """
 
 
+@pytest.mark.programs
 def test_a_script_for_torchrun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "helper.py").write_text(HELPER)
     script = tmp_path / "train.py"

@@ -228,7 +228,7 @@ def test_the_global_generator_is_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.launch
+@pytest.mark.programs
 def test_ddp_waits_for_no_dropped_layer(jobs) -> None:
     done = jobs.torchrun(2, "-m", "tests.pld.ddp_program", "40")
     assert done.returncode == 0, done.stdout + done.stderr

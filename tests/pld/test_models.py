@@ -132,6 +132,7 @@ def test_the_engines_activation_checkpointing(checkpoints_first: bool, to_cpu: b
 
 
 @pytest.mark.parametrize("compiled_first", [False, True])
+@pytest.mark.programs
 def test_compiled(compiled_first: bool) -> None:
     """With aot_eager, which does all that eager does and compiles backward as well."""
     torch._dynamo.reset()

@@ -38,6 +38,7 @@ def run(folder: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=os.environ | paths | extra, check=True, capture_output=True, text=True)
 
 
+@pytest.mark.programs
 def test_a_constant_of_another_folder_is_what_it_is_now(tmp_path: Path) -> None:
     """Whichever way it is imported; one process runs the loops of all ways."""
     package = tmp_path / "tiny"

@@ -189,6 +189,7 @@ def test_opcheck(dtype: torch.dtype, learned_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.programs
 def test_compiled_code_serves_every_layout_and_length(dynamic: bool | None) -> None:
     blocks = torch.eye(4, dtype=torch.bool)
     windows = [Variable(2, local_window_blocks=[size]) for size in (1, 2)]

@@ -23,7 +23,6 @@ from thinwire.comm import Communicator, threads
 from thinwire.parallel import parallelize
 from thinwire.zero import ShardedOptimizer
 
-JOB = ("-m", "tests.zero.tensor_parallel_job")
 WORDS, WIDTH, LENGTH = 40, 16, 8
 FREEZE = 6
 

@@ -189,7 +189,7 @@ def test_an_older_one_is_removed_only_after_the_new_one_is_on_the_disk(
     assert calls.index(("sync", tmp_path.name), calls.index(("name", "latest"))) < removed
 
 
-@pytest.mark.launch
+@pytest.mark.programs
 def test_a_job_that_is_killed_leaves_a_whole_checkpoint(jobs) -> None:
     """Rank 0 alone at each of its calls, and ranks among others at random, anew in every run of this."""
     # A kill takes nothing from the kernel, on disk or not: only fsync takes its time on one.
