@@ -94,6 +94,12 @@ def test_the_engines_adam_is_found_as_fused_adam() -> None:
             engine.close()
 
     on_two_ranks(body)
+    for offloads in (False, True):
+        named = {"type": "Adam", "params": {"lr": 0.01, "adam_w_mode": offloads}}
+        engine = engine_of(optimizer=named, zero_optimization={"stage": 2, "cpu_offload": offloads})
+        inner = engine.optimizer.optimizer
+        assert isinstance(inner, FusedAdam)
+        assert isinstance(inner, DeepSpeedCPUAdam) == inner.adam_w_mode == offloads
     assert not isinstance(torch.optim.Adam([torch.zeros(1)]), FusedAdam)
     assert isinstance(DeepSpeedCPUAdam([torch.zeros(1)]), FusedAdam)
 

@@ -15,6 +15,7 @@ from thinwire.comm import detect
 from thinwire.deepspeed.errors import DeepSpeedUsageError, NotOfferedError
 from thinwire.deepspeed.getters import LossScaleConfig, refuse_unscaled, why_foreign, with_getters
 from thinwire.deepspeed.monitors import ThroughputTimer
+from thinwire.deepspeed.optimizers import show_adam
 from thinwire.deepspeed.parameters.gathering import GatheredParameters
 from thinwire.deepspeed.parameters.sharded import PREPARED, get_z3_leaf_modules
 from thinwire.deepspeed.ranks import note_logged
@@ -43,6 +44,8 @@ class TrainingEngine(Engine):
         note_logged(self.comm)
         if self.optimizer is not None:
             LossScaleConfig(job.loss_scale).show_on(self.optimizer)
+            if not job.given_optimizer:
+                show_adam(getattr(self.optimizer, "optimizer", None), self.zero_cpu_offload())
             if self.settings.zero_optimization.stage == 3:
                 leaves = {one: list(one.parameters()) for one in get_z3_leaf_modules(self._module)}
                 vars(self.optimizer)["leaf_parameters"] = leaves

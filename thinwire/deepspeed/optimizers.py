@@ -11,15 +11,28 @@ from thinwire.deepspeed.errors import NotOfferedError
 from thinwire.optim import Lion
 from thinwire.zero import ShardedOptimizer
 
+_STANDS_FOR = "_stands_for"
+
+
+def show_adam(inner: Any, offloads: bool) -> None:
+    """Have torch's Adam that a configuration named answer as DeepSpeed's, with its `adam_w_mode`."""
+    if isinstance(inner, torch.optim.Adam):
+        setattr(inner, _STANDS_FOR, DeepSpeedCPUAdam if offloads else FusedAdam)
+        vars(inner)["adam_w_mode"] = bool(inner.defaults["decoupled_weight_decay"])
+
 
 class _AnyAdam(type):
     """What isinstance takes for a FusedAdam."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        """Also the optimizer of an engine, where torch's Adam is what it steps with."""
-        if type.__instancecheck__(cls, instance) or cls is not FusedAdam:
-            return type.__instancecheck__(cls, instance)
-        return isinstance(instance, ShardedOptimizer) and isinstance(instance.optimizer, torch.optim.Adam)
+        """Also the optimizer of an engine, where torch's Adam is what it steps with, and that Adam."""
+        if type.__instancecheck__(cls, instance) or issubclass(getattr(instance, _STANDS_FOR, object), cls):
+            return True
+        return (
+            cls is FusedAdam
+            and isinstance(instance, ShardedOptimizer)
+            and isinstance(instance.optimizer, torch.optim.Adam)
+        )
 
 
 class FusedAdam(torch.optim.Adam, metaclass=_AnyAdam):
