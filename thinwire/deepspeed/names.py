@@ -228,6 +228,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ".sections": "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum "
         "OffloadStateTypeEnum"
     },
+    "runtime.zero.offload_states": {".parameters.fragments": "get_state_devices"},
     "runtime.zero.partition_parameters": {
         ".parameters.gathering": "GatheredParameters",
         ".parameters.building": "Init",

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from thinwire.comm.agreement import on_every_rank
 from thinwire.deepspeed.parameters.marks import current
+from thinwire.deepspeed.sections import OffloadStateTypeEnum
+from thinwire.zero.fsdp import is_sharded, local_run
 from thinwire.zero.gradient_seal import gradient_of
 from thinwire.zero.home import Held, ParameterState, find_state, local_values, whole_values
 
@@ -206,6 +208,22 @@ def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
     state.after_writing_gradient(number)
 
 
+@torch.no_grad()
+def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:
+    """The devices on which this rank has one kind of an engine's state: no buffer of gradients stays between steps."""
+    if state == OffloadStateTypeEnum.lp_params:
+        return {local_run(one)[1].device if is_sharded(one) else one.device for one in model.parameters()}
+    found = [one for one in map(find_state, model.parameters()) if one is not None]
+    kinds: list[Held | None] = []
+    if state == OffloadStateTypeEnum.hp_params:
+        kinds = [of.weights(number) for of, number in found]
+    elif state == OffloadStateTypeEnum.lp_grads:
+        kinds = [of.gradient(number) for of, number in found]
+    elif state == OffloadStateTypeEnum.optim_states:
+        kinds = [of.state(number, kind) for of, number in found for kind in of.kinds()]
+    return {fragment.values.device for held in kinds if held is not None for fragment in held.fragments}
+
+
 # Parts
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -228,7 +246,7 @@ def _holder(param: Tensor, what: str) -> tuple[ParameterState, int]:
 
 def _local(param: Tensor) -> tuple[ParameterState, int] | None:
     found = find_state(current(param))
-    if (found is not None and not found[0].cuts_parameters) or (found is None and not hasattr(param, "ds_id")):
+    if (found is not None and not found[0].cuts_parameters) or (found is None and not hasattr(param, "ds_status")):
         raise ValueError(
             "the local forms are for parameters of stage 3, of which a rank has a shard, and this rank has all of this "
             "one: use safe_get_full_* and safe_set_full_*"

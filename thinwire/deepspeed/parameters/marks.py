@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -44,7 +45,7 @@ def mark(parameter: Tensor, comm: Communicator, layer: nn.Module | None, before:
         stands = _Mark(comm, layer)
         stands.now = weakref.ref(parameter)
         setattr(before, _MARK, stands)
-        for name in _DESCRIPTION:
+        for name in filter(partial(hasattr, parameter), _DESCRIPTION):
             setattr(before, name, getattr(parameter, name))
         before.grad, before.data = None, before.data.new_empty(0)
 
@@ -235,7 +236,7 @@ class ParameterShard:
     def forget(self, parameter: nn.Parameter) -> None:
         """Make it an ordinary parameter, of the values that it shows."""
         for name in (_ATTRIBUTE, *_DESCRIPTION):
-            delattr(parameter, name)
+            vars(parameter).pop(name, None)
 
     @torch.no_grad()
     def hand_over(self, parameter: nn.Parameter, wanted: Tensor) -> Tensor:
@@ -299,14 +300,16 @@ def shards_in(model: Any) -> Iterator[tuple[nn.Parameter, ParameterShard]]:
 def describe(
     parameter: Tensor, shape: torch.Size, local: Tensor, all_gather: Callable[..., None], partition: Callable[..., None]
 ) -> None:
-    """Give a sharded parameter the attributes by which DeepSpeed's users know one. None is kept whole, `ds_persist`.
+    """Give a sharded parameter the attributes by which DeepSpeed's users know one. None is kept whole, `ds_persist`;
+    one without elements, of which nothing is cut, has no `ds_id`.
 
     `all_gather`, `partition`: what its calls by these names do, to one parameter.
     """
     calls = ParameterCall(parameter, all_gather), ParameterCall(parameter, partition)
     values = id(parameter), shape, shape.numel(), local, ZeroParamStatus.NOT_AVAILABLE, False, *calls
     for name, value in zip(_DESCRIPTION, values, strict=True):
-        setattr(parameter, name, value)
+        if name != "ds_id" or shape.numel():
+            setattr(parameter, name, value)
 
 
 def set_status(parameter: Tensor, status: ZeroParamStatus) -> None:
