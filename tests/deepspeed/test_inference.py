@@ -58,6 +58,9 @@ def test_options_come_from_a_file_a_dict_and_the_call(tmp_path) -> None:
     deepspeed.init_inference(torch.nn.Module(), config=given, dtype=torch.float32)
     shared = deepspeed.inference.config.DeepSpeedTPConfig(enabled=False, tp_size=2)
     assert deepspeed.init_inference(torch.nn.Module(), given, tensor_parallel=shared)._config.ranks == 1
+    for changes in ({"kernel_inject": True}, {"injection_policy": {torch.nn.Linear: ("output",)}}):
+        deepspeed.init_inference(torch.nn.Module(), given, keep_module_on_host=True, **changes)
+    assert deepspeed.inference.config.DeepSpeedInferenceConfig(mp_size=2).tensor_parallel.tp_size == 2
     refused(ValueError, "takes a torch.nn.Module, got str", deepspeed.init_inference, "gpt2")
     refused(
         ValueError, "'dtype'.*float32.*float16", deepspeed.init_inference, torch.nn.Module(), given, dtype=torch.half
@@ -72,6 +75,7 @@ def test_options_come_from_a_file_a_dict_and_the_call(tmp_path) -> None:
         ({"zero": {"stage": 3}}, deepspeed.NotOfferedError, "tensor_parallel"),
         ({"dtype": "fp4"}, ValueError, "expected one of"),
         ({"dtypes": torch.float32}, ValueError, "dtypes"),
+        ({"keep_module_on_host": True}, AssertionError, "requires an injection policy, kernel injection, or AutoTP"),
         ({"mp_size": 3, "dtype": torch.float32}, ValueError, "tensor_parallel=3"),
     ],
 )

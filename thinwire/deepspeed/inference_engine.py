@@ -101,6 +101,12 @@ class DeepSpeedInferenceConfig(BaseModel):
                 raise NotOfferedError(f"init_inference takes no {name}, got {given[name]!r}: {instead}")
         return {name: one for name, one in given.items() if name not in _INSTEAD}
 
+    @model_validator(mode="after")
+    def _by_either_name(self) -> DeepSpeedInferenceConfig:
+        if self.mp_size > self.tensor_parallel.tp_size:
+            self.tensor_parallel = self.tensor_parallel.model_copy(update={"tp_size": self.mp_size})
+        return self
+
     @property
     def ranks(self) -> int:
         """That share the model."""
@@ -181,8 +187,8 @@ def init_inference(
 
     `config`: a JSON file, or a dict, of the options that DeepSpeedInferenceConfig lists; `kwargs` are options too.
     Collective where ranks share the model. Raises ValueError for an option that neither has or that both give
-    differently, or for no module, NotOfferedError for one that cannot be followed, and what
-    `thinwire.inference.prepare` raises.
+    differently, for no module, and for `keep_module_on_host` alone, as in DeepSpeed; NotOfferedError for one that
+    cannot be followed, and what `thinwire.inference.prepare` raises.
     """
     if not isinstance(model, nn.Module):
         raise DeepSpeedUsageError(f"init_inference takes a torch.nn.Module, got {type(model).__name__}")
@@ -192,4 +198,16 @@ def init_inference(
             raise ValueError(
                 f"Conflicting argument {name!r}: {given[name]!r} in config, {kwargs[name]!r} beside it; give it once"
             )
-    return InferenceEngine(model, DeepSpeedInferenceConfig(**{**given, **kwargs}))
+    settings = DeepSpeedInferenceConfig(**{**given, **kwargs})
+    _validate_keep_module_on_host(settings)
+    return InferenceEngine(model, settings)
+
+
+def _validate_keep_module_on_host(config: DeepSpeedInferenceConfig) -> None:
+    """Raise DeepSpeedUsageError, a ValueError, where DeepSpeed would have moved the model all the same."""
+    changes = config.injection_policy or config.replace_with_kernel_inject or config.ranks > 1
+    if config.keep_module_on_host and not changes:
+        raise DeepSpeedUsageError(
+            "keep_module_on_host requires an injection policy, kernel injection, or AutoTP: give "
+            "replace_with_kernel_inject=True, which changes nothing else here, or leave it out"
+        )

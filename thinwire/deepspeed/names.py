@@ -103,7 +103,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "inference": {".inference_engine": "DeepSpeedInferenceConfig InferenceEngine"},
     "inference.config": {".inference_engine": "DeepSpeedInferenceConfig DeepSpeedTPConfig"},
-    "inference.engine": {".inference_engine": "InferenceEngine"},
+    "inference.engine": {".inference_engine": "InferenceEngine _validate_keep_module_on_host"},
     "moe": {".moe.layer": "MoE"},
     "moe.layer": {_NO_EXPERTS: "MoE"},
     "moe.utils": {".utilities": "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"},
