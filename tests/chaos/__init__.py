@@ -19,26 +19,26 @@ class Harness(NamedTuple):
 
 HARNESSES = {
     "damage": Harness("checkpoints.damage", 1000, 20),
-    "manifests": Harness("checkpoints.manifests", 400, 20),
-    "imports": Harness("imports.run", 400, 12),
+    "manifests": Harness("checkpoints.manifests", 400, 12),
+    "imports": Harness("imports.run", 400, 8),
     "folders": Harness("checkpoints.folders", 600, 12),
     "state_dicts": Harness("states.run", 500, 12),
     "packets": Harness("packets.run", 12_000, 300),
     "configs": Harness("configs.run", 2000, 200),
     "config_texts": Harness("configs.texts", 1000, 60),
     "mismatches": Harness("mismatches.run", 750, 12),
-    "gradients": Harness("training.gradients", 400, 14),
-    "drift": Harness("training.drift", 5000, 25),
+    "gradients": Harness("training.gradients", 400, 10),
+    "drift": Harness("training.drift", 5000, 20),
     "kills": Harness("kills.run", 40, 0),
     "launched": Harness("launched.run", 40, 0),
-    "edits": Harness("edits.run", 2000, 12),
+    "edits": Harness("edits.run", 2000, 8),
     "threads": Harness("turns.threads", 150, 0),
     "interrupts": Harness("turns.interrupts", 220, 6),
     "forks": Harness("forks.run", 70, 0),
     "elastic": Harness("elastic.run", 50, 0),
     "heal": Harness("heal.run", 200, 0),
     "garbage": Harness("elastic.garbage", 50, 0),
-    "many_parameters": Harness("training.many_parameters", 10_000, 15),
+    "many_parameters": Harness("training.many_parameters", 10_000, 8),
 }
 
 

@@ -225,14 +225,12 @@ def stepped(model):
         (lambda model: {"config": settings(3)}, ValueError, "needs processes, and these ranks are threads"),
     ],
 )
-def test_bad_input(given, error, message) -> None:
-    def body(comm):
-        model = make_model()
-        with pytest.raises(error, match=message):
-            initialize(**{"model": model, "config": settings(), "comm": comm} | given(model))
-        comm.barrier()
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_bad_input(comm, given, error, message) -> None:
+    model = make_model()
+    with pytest.raises(error, match=message):
+        initialize(**{"model": model, "config": settings(), "comm": comm} | given(model))
+    comm.barrier()
 
 
 @pytest.mark.parametrize(
@@ -246,14 +244,12 @@ def test_bad_input(given, error, message) -> None:
         (lambda: {"lr_scheduler": 3}, "rank 1 could not build its optimizer|got int"),
     ],
 )
-def test_ranks_that_differ(given, message) -> None:
-    def body(comm):
-        mine = {"model": make_model(), "config": settings(), "comm": comm}
-        with pytest.raises((ValueError, TypeError), match=message):
-            initialize(**mine | (given() if comm.rank == 1 else {}))
-        comm.barrier()
-
-    threads.run(body, 3)
+@on_threads(3)
+def test_ranks_that_differ(comm, given, message) -> None:
+    mine = {"model": make_model(), "config": settings(), "comm": comm}
+    with pytest.raises((ValueError, TypeError), match=message):
+        initialize(**mine | (given() if comm.rank == 1 else {}))
+    comm.barrier()
 
 
 @on_threads(2)

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,12 +31,12 @@ WITHIN = {("ethernet", "cluster"): 0, ("ethernet", "race"): 1}
 """The folders inside a claim, from below."""
 FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = {path: module_name(path, REPOSITORY) for path in FILES}
-IMPORTS = {path: imported(nodes_of(path), {*NAMES.values()}) for path in FILES}
+imports_of = cache(lambda path: imported(nodes_of(path), {*NAMES.values()}))
 CLAIMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py") if path.parent.name not in FLOORS)
 
 
 def test_imports_only_from_floors_below() -> None:
-    for path, module in ((one, module) for one in FILES for module in IMPORTS[one]):
+    for path, module in ((one, module) for one in FILES for module in imports_of(one)):
         own, other = path.relative_to(PACKAGE).parts, tuple(module.split(".")[1:])
         if other and own[0] != other[0]:
             floor, below = (FLOORS | ABOVE).get(own[0], CLAIM), FLOORS.get(other[0], CLAIM)
@@ -46,7 +47,7 @@ def test_imports_only_from_floors_below() -> None:
 
 
 def test_there_are_no_circles() -> None:
-    assert circles({NAMES[path]: IMPORTS[path] for path in FILES}) == []
+    assert circles({NAMES[path]: imports_of(path) for path in FILES}) == []
 
 
 def test_files_and_functions_fit_in_the_head() -> None:

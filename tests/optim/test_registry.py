@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import thinwire
+from tests.launching import on_threads
 from tests.optim.subject import SUBJECTS, Subject, next_send
 from tests.optim.training import make_model, train
 from thinwire.comm import Communicator, threads
@@ -159,19 +160,17 @@ def test_a_run_says_what_it_saves(capsys: pytest.CaptureFixture[str], subject: S
 
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=str)
-def test_clipping_an_adapter_of_8_kb_never_sends_more_than_its_gradients(subject: Subject) -> None:
-    def body(comm: Communicator) -> None:
-        model = nn.Sequential(nn.Linear(512, 2, bias=False), nn.Linear(2, 512, bias=False))
-        optimizer = subject.build(model, comm, max_norm=0.1, block_size=2048, bucket_bytes=None)
-        for _ in range(15):
-            before, exact = (optimizer.bytes_sent, optimizer.bytes_uncompressed), next_send(optimizer) is Send.EXACT
-            model(torch.ones(1, 512)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            sent = optimizer.bytes_sent - before[0]
-            assert exact or sent < 0.6 * (optimizer.bytes_uncompressed - before[1])
-
-    threads.run(body, 2)
+@on_threads(2)
+def test_clipping_an_adapter_of_8_kb_never_sends_more_than_its_gradients(comm: Communicator, subject: Subject) -> None:
+    model = nn.Sequential(nn.Linear(512, 2, bias=False), nn.Linear(2, 512, bias=False))
+    optimizer = subject.build(model, comm, max_norm=0.1, block_size=2048, bucket_bytes=None)
+    for _ in range(15):
+        before, exact = (optimizer.bytes_sent, optimizer.bytes_uncompressed), next_send(optimizer) is Send.EXACT
+        model(torch.ones(1, 512)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent = optimizer.bytes_sent - before[0]
+        assert exact or sent < 0.6 * (optimizer.bytes_uncompressed - before[1])
 
 
 def test_nothing_saved_is_no_saving(capsys: pytest.CaptureFixture[str]) -> None:

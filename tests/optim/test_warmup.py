@@ -174,25 +174,23 @@ def test_residuals_of_a_rounded_warmup_cross_stages(comm: Communicator, there: i
 
 @pytest.mark.parametrize("corrects", [True, False])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_frozen_steps_move_by_what_the_ranks_agreed_on(stage: int, corrects: bool) -> None:
-    def body(comm: Communicator) -> None:
-        optimizer, parameter = make(OneBitAdam, comm, stage, corrects, freeze_step=3)
-        step_through(optimizer, parameter, comm.rank, range(4))
-        assert optimizer.frozen
-        for step in range(4, 7):
-            before = parameter.detach().clone()
-            step_through(optimizer, parameter, comm.rank, range(step, step + 1))
-            update = torch.zeros(NUMEL)
-            for one in optimizer.saved_slices():
-                if one.kind in ("exp_avg", "momentum"):
-                    update[one.start : one.start + one.tensor.numel()] = one.tensor.view(-1)
-            comm.all_reduce(update)
-            assert bool(update.all())
-            correction = 1 - BETAS[0] ** (step + 1) if corrects else 1.0
-            expected = before * (1 - LR * DECAY) - LR * update / correction
-            torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=1e-6)
-
-    threads.run(body, RANKS)
+@on_threads(RANKS)
+def test_frozen_steps_move_by_what_the_ranks_agreed_on(comm: Communicator, stage: int, corrects: bool) -> None:
+    optimizer, parameter = make(OneBitAdam, comm, stage, corrects, freeze_step=3)
+    step_through(optimizer, parameter, comm.rank, range(4))
+    assert optimizer.frozen
+    for step in range(4, 7):
+        before = parameter.detach().clone()
+        step_through(optimizer, parameter, comm.rank, range(step, step + 1))
+        update = torch.zeros(NUMEL)
+        for one in optimizer.saved_slices():
+            if one.kind in ("exp_avg", "momentum"):
+                update[one.start : one.start + one.tensor.numel()] = one.tensor.view(-1)
+        comm.all_reduce(update)
+        assert bool(update.all())
+        correction = 1 - BETAS[0] ** (step + 1) if corrects else 1.0
+        expected = before * (1 - LR * DECAY) - LR * update / correction
+        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kernel", [{}, {"foreach": True}, {"fused": True}, {"maximize": True}, {"amsgrad": True}])

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.launching import on_threads
 from tests.refusing import refused
 from thinwire.comm import Communicator, threads
 from thinwire.comm.traffic import sent_bytes
@@ -244,11 +245,9 @@ def test_a_disk_is_read_written_and_both(monkeypatch: pytest.MonkeyPatch, tmp_pa
     ("folder", "told"),
     [("/dev/shm", "/dev/shm is tmpfs: memory, not a disk"), ("/nowhere", "of /nowhere cannot be measured.*No such")],
 )
-def test_what_is_no_disk_is_refused_on_every_rank(folder: str, told: str) -> None:
-    def rank(comm: Communicator) -> None:
-        refused(ValueError, told, probe, comm, 1.0, "cpu", folder if comm.rank == 1 else os.curdir)
-
-    threads.run(rank, 2)
+@on_threads(2)
+def test_what_is_no_disk_is_refused_on_every_rank(comm: Communicator, folder: str, told: str) -> None:
+    refused(ValueError, told, probe, comm, 1.0, "cpu", folder if comm.rank == 1 else os.curdir)
 
 
 def link_fit(link: Link, ranks: int) -> LinkFit:

@@ -25,6 +25,7 @@ from thinwire.sparse_attn.layouts.named import Custom
 PROGRAM = triton_program.__name__
 GROUPS = [name for name, one in vars(triton_program).items() if getattr(one, "__module__", "") == PROGRAM]
 GROUPS = [name for name in GROUPS if not name.startswith("_")]
+MAKE = {"nothing_leaks": "programs"}
 SHARED_MEMORY = 163 << 10  # bytes that a program may have on sm_80
 
 
@@ -40,7 +41,7 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str
 
 
 @pytest.mark.parametrize(
-    "group", [pytest.param(one, marks=[] if one == "nothing_leaks" else [pytest.mark.kernels]) for one in GROUPS]
+    "group", [pytest.param(one, marks=getattr(pytest.mark, MAKE.get(one, "kernels"))) for one in GROUPS]
 )
 def test_in_the_interpreter(interpreted: subprocess.Popen[str], group: str) -> None:
     """Each waits for its own group's line, so that the time a test may take is a group's."""
