@@ -81,7 +81,7 @@ def test_a_lost_rank_is_named(jobs: Jobs, how: str, victim: int, chunk: int) -> 
         assert (f"timed out after {FAILURE_TIMEOUT:g} s" in error) == (how == "stopped")
 
 
-@pytest.mark.launch
+@pytest.mark.programs
 def test_under_mpirun(jobs: Jobs) -> None:
     done = jobs.mpirun(3, *JOB, "over_mpi", seed())
     stalled, *passed = succeed(done)
