@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.optim.training import exchange_comm, loss_of, make_model, weights
-from tests.optim.zero_one.reference import SCHEDULE
 from tests.zero.saved import Saved, join, save
 from tests.zero.training import train
 from thinwire.comm import Communicator, threads
@@ -21,7 +20,8 @@ from thinwire.optim.zero_one import ZeroOneSchedule
 A_BUCKET_EACH = {"bucket_bytes": 4}
 """A bucket for every parameter: both stages then have the same buckets, in whatever order."""
 
-STEPS = 75  # every kind of step, local intervals of 1, 2, 4 and 5 among them
+SCHEDULE = {"var_freeze_step": 15, "var_update_scaler": 3, "local_step_scaler": 6, "local_step_clipper": 5}
+STEPS = 47  # every kind of step, local intervals of 1, 2, 4 and 5 among them
 
 
 def build(comm: Communicator, model: nn.Module, stage: int = 1, **options) -> thinwire.ZeroOneAdam:
@@ -63,7 +63,7 @@ def test_every_step_has_the_bits_of_stage_0(ranks: int, options: dict, accumulat
     expected = threads.run(lambda comm: body(comm, 0), ranks)
     for mine, theirs in zip(threads.run(lambda comm: body(comm, 1), ranks), expected, strict=True):
         assert_same(mine, theirs)
-    assert sum(not in_sync for in_sync, _ in expected[0]) > 20
+    assert sum(not in_sync for in_sync, _ in expected[0]) > 15
 
 
 @pytest.mark.parametrize("numel", [1, 300])
@@ -135,14 +135,14 @@ def test_a_local_step_that_is_not_finite_adds_nothing_on_that_rank_alone() -> No
     def body(comm: Communicator, stage: int) -> tuple[Tensor, tuple[bool, int, int]]:
         model = make_model()
         optimizer = build(comm, model, stage, **A_BUCKET_EACH)
-        train(optimizer, model, range(72))
+        train(optimizer, model, range(STEPS))
         before = weights(model).clone()
         optimizer.zero_grad()
         (loss_of(model, comm.rank, 500) * (math.nan if comm.rank == 1 else 1.0)).backward()
         optimizer.step()
         assert not optimizer.in_sync
         stayed = torch.allclose(before, weights(model), atol=1e-6)
-        train(optimizer, model, range(73, 80))
+        train(optimizer, model, range(STEPS + 1, 55))
         assert bool(weights(model).isfinite().all())
         return weights(model), (stayed, optimizer.left_out_steps, optimizer.skipped_steps)
 
@@ -152,12 +152,12 @@ def test_a_local_step_that_is_not_finite_adds_nothing_on_that_rank_alone() -> No
             warnings.simplefilter("always")
             found.append(threads.run(partial(body, stage=stage), 2))
         told = [str(one.message) for one in caught if one.category is RuntimeWarning]
-        assert ["local step 73 adds nothing on rank 1" in one for one in told] == [True]
+        assert ["local step 48 adds nothing on rank 1" in one for one in told] == [True]
         assert [counts for _, counts in found[-1]] == [(False, 0, 0), (True, 1, 0)]
     assert all(torch.equal(mine, theirs) for (mine, _), (theirs, _) in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize(("saved_stage", "stage", "at"), [(0, 1, 12), (1, 0, 73)])
+@pytest.mark.parametrize(("saved_stage", "stage", "at"), [(0, 1, 12), (1, 0, STEPS)])
 def test_a_resume_at_the_other_stage_is_bit_identical(saved_stage: int, stage: int, at: int) -> None:
     options = {"resync_interval": 9, "weight_decay": 0.1, **A_BUCKET_EACH}  # else the stages' buckets differ
 
@@ -176,7 +176,7 @@ def test_a_resume_at_the_other_stage_is_bit_identical(saved_stage: int, stage: i
         train(optimizer, model, range(27))  # what was there before has to go
         optimizer.load(saved)
         assert optimizer.steps == at
-        assert optimizer.in_sync == (at != 73)
+        assert optimizer.in_sync == (at != STEPS)
         return path(optimizer, model, range(at, at + 12))
 
     for mine, (_, theirs) in zip(threads.run(second, 3), outcomes, strict=True):
@@ -187,14 +187,14 @@ def test_fp32_state_serves_16_bit_weights_and_the_other_way_round() -> None:
     def first(comm: Communicator, dtype):
         model = make_model()
         optimizer = build(comm, model, param_dtype=dtype)
-        train(optimizer, model, range(73))
+        train(optimizer, model, range(STEPS))
         return save(comm, optimizer)
 
     def second(comm: Communicator, saved: Saved, dtype) -> list[float]:
         model = make_model(seed=9)
         optimizer = build(comm, model, param_dtype=dtype)
         optimizer.load(saved)
-        return train(optimizer, model, range(73, 85))
+        return train(optimizer, model, range(STEPS, 60))
 
     for saved_dtype, dtype in ((None, torch.bfloat16), (torch.bfloat16, None)):
         saved = join(threads.run(lambda comm, dtype=saved_dtype: first(comm, dtype), 2))
@@ -206,9 +206,9 @@ def test_weights_alone_are_those_of_the_last_sync_and_end_local_progress() -> No
     def body(comm: Communicator) -> Tensor:
         model = make_model()
         optimizer = build(comm, model)
-        train(optimizer, model, range(73))
+        train(optimizer, model, range(STEPS))
         saved = join([pickle.loads(raw) for raw in comm.all_gather_bytes(pickle.dumps(save(comm, optimizer)))])
-        train(optimizer, model, range(73, 74))
+        train(optimizer, model, range(STEPS, STEPS + 1))
         optimizer.load_weights(saved)
         assert optimizer.in_sync
         return weights(model)
