@@ -83,6 +83,12 @@ def jobs(request: pytest.FixtureRequest) -> Jobs:
     return Jobs(shared or request.config.stash[_OWNER].path)
 
 
+@pytest.fixture
+def warm(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of what starts a process of its own: lets that be a warm one."""
+    monkeypatch.setattr(sys, "executable", jobs.python)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_OWNER] = WarmPython()
     sys.executable = getattr(config, "workerinput", {}).get("cold_python", sys.executable)

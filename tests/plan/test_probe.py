@@ -358,8 +358,7 @@ def model():
 """
 
 
-@pytest.mark.programs
-def test_a_script_for_torchrun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_script_for_torchrun(tmp_path: Path, capfd: pytest.CaptureFixture[str], warm: None) -> None:
     (tmp_path / "helper.py").write_text(HELPER)
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -374,14 +373,14 @@ def test_a_script_for_torchrun(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert model.last == Matrices(50, 16)
 
 
-def test_a_script_that_fails(tmp_path: Path) -> None:
+def test_a_script_that_fails(tmp_path: Path, warm: None) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise RuntimeError('no data here')")
     with pytest.raises(PlanError, match=r"ended with exit code 1 before it could be measured:[\s\S]*no data here"):
         measure_script(script, 3, 120.0)
 
 
-def test_a_script_that_takes_too_long_or_is_not_there(tmp_path: Path) -> None:
+def test_a_script_that_takes_too_long_or_is_not_there(tmp_path: Path, warm: None) -> None:
     script = tmp_path / "train.py"
     script.write_text("import time; time.sleep(600)")
     with pytest.raises(PlanError, match=r"did not make 6 steps in 1 s: give --measure-limit"):

@@ -77,7 +77,7 @@ def test_a_model_with_tied_layers_loads_strictly(tmp_path) -> None:
     assert all(same(one, saved.state_dict()[name]) for name, one in other.state_dict().items())
 
 
-def test_scripts_open_the_file_that_deepspeed_would_have_written(tmp_path, capsys) -> None:
+def test_scripts_open_the_file_that_deepspeed_would_have_written(tmp_path, capsys, warm) -> None:
     """What was saved, by DeepSpeed's names, to be read without any class; `import` takes the weights from it."""
     state = {"epoch": 3, "best": torch.ones(2), "pair": (1, 2)}
 

@@ -245,7 +245,7 @@ class Hoard:
         return bytearray, (1 << 30,)
 
 
-def test_memory_is_bounded_by_the_size_of_the_file(tmp_path) -> None:
+def test_memory_is_bounded_by_the_size_of_the_file(tmp_path, warm) -> None:
     write_sharded(tmp_path / "in", make_trained(0, mine=[Hoard() for _ in range(64)]), 1, 1)
     refused(
         CheckpointError, f"{MODEL} cannot be read: MemoryError", import_checkpoint, tmp_path / "in", tmp_path / "out"
@@ -397,7 +397,7 @@ class Trap:
         return os.system, (f"touch {self.path}",)
 
 
-def test_a_pickle_cannot_run_anything(tmp_path, capsys) -> None:
+def test_a_pickle_cannot_run_anything(tmp_path, capsys, warm) -> None:
     path = write_sharded(tmp_path / "in", make_trained(0), 1, 2)
     torch.save({"trap": Trap(tmp_path / "sprung")}, path / FIRST)
     output = tmp_path / "out"
@@ -454,7 +454,7 @@ def test_client_state_is_kept_or_named(tmp_path) -> None:
     assert engine_state["numbered"] == state["numbered"]
 
 
-def test_the_command(tmp_path, capsys) -> None:
+def test_the_command(tmp_path, capsys, warm) -> None:
     write_sharded(tmp_path / "in", make_trained(0), 3, 2, torch.bfloat16)
     assert main(["checkpoint", "import", str(tmp_path / "in")]) == 0
     output = tmp_path / "in-thinwire"
