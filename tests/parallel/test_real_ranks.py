@@ -12,7 +12,7 @@ PROGRAMS = pytest.mark.programs
     ("ranks", "program"),
     [
         pytest.param(2, "parallel.training models schedules sequential refusals", marks=since_torch_2_13),
-        (4, "parallel.training models replicas"),
+        pytest.param(4, "parallel.training models replicas", marks=PROGRAMS),
         pytest.param(8, "parallel.training cube", marks=PROGRAMS),
         pytest.param(2, "parallel.cutting", marks=[since_torch_2_13, PROGRAMS]),
         pytest.param(
@@ -23,7 +23,7 @@ PROGRAMS = pytest.mark.programs
         # Two replicas; one alone is in parts_job.
         pytest.param(4, "zero.tensor_parallel_job 2 2 exact compressed resume sharded refusals", marks=PROGRAMS),
         pytest.param(2, "engine.parts_job two", marks=PROGRAMS),
-        (4, "engine.parts_job four"),
+        pytest.param(4, "engine.parts_job four", marks=PROGRAMS),
     ],
 )
 def test_they_train_as_one_process_does_and_refuse_on_the_rank_that_is_wrong(

@@ -166,6 +166,7 @@ def test_the_rest_is_checked_beside_a_trainers_autos(check) -> None:
     assert told.count("\n- ") == 3
 
 
+@pytest.mark.programs
 def test_no_compiler_is_imported(tmp_path: Path) -> None:
     """torch.compile's machinery takes longer than all else that the command does."""
     for number, tree in enumerate((BERT, {**BERT, "optimizer": {"type": "AdamW"}})):
