@@ -43,30 +43,22 @@ def test_losses_are_plain_torchs(world, steps, accumulation, max_norm) -> None:
     ("precision", "accumulation", "codec", "tolerance"),
     [("bf16", 1, None, 3e-3), ("fp16", 2, None, 3e-3), ("bf16", 2, "int4", 0.03), ("fp16", 1, "int8", 3e-3)],
 )
-def test_16_bit_follows_fp32(precision, accumulation, codec, tolerance) -> None:
+@on_threads(2)
+def test_16_bit_follows_fp32(comm, precision, accumulation, codec, tolerance) -> None:
     """With SGD: AdamW divides by what rounding adds, and comes to as good losses another way, several percent apart."""
-
-    def body(comm):
-        sgd = {"type": "SGD", "params": {"lr": 0.05}}
-        common = {"optimizer": sgd, "gradient_accumulation_steps": accumulation, "gradient_clipping": 0.5}
-        exact, results = make_engine(comm, settings(0, **common)), []
-        expected = train(exact, range(16))
-        for stage in (0, 1, 2):
-            config = settings(stage, communication_codec=codec, **common)
-            engine = make_engine(comm, config | {precision: PRECISIONS[precision]})
-            losses = train(engine, range(16))
-            dtypes = {value.dtype for value in engine.module.state_dict().values()}
-            sent = engine.optimizer.bytes_sent / exact.optimizer.bytes_sent
-            results.append((losses, dtypes, engine.skipped_steps, sent))
-        return expected, results
-
-    expected, results = threads.run(body, 2)[0]
+    sgd = {"type": "SGD", "params": {"lr": 0.05}}
+    common = {"optimizer": sgd, "gradient_accumulation_steps": accumulation, "gradient_clipping": 0.5}
+    exact = make_engine(comm, settings(0, **common))
+    expected = train(exact, range(16))
     assert expected[-1] < 0.7 * expected[0]
-    for losses, dtypes, skipped, sent in results:
-        assert (sent < 0.45) == (codec is not None)
+    for stage in (0, 1, 2):
+        config = settings(stage, communication_codec=codec, **common)
+        engine = make_engine(comm, config | {precision: PRECISIONS[precision]})
+        assert sum(train(engine, range(16))[-10:]) == pytest.approx(sum(expected[-10:]), rel=tolerance)
+        dtypes = {value.dtype for value in engine.module.state_dict().values()}
         assert dtypes == {torch.bfloat16 if precision == "bf16" else torch.float16}
-        assert skipped == 0
-        assert sum(losses[-10:]) == pytest.approx(sum(expected[-10:]), rel=tolerance)
+        assert engine.skipped_steps == 0
+        assert (engine.optimizer.bytes_sent < 0.45 * exact.optimizer.bytes_sent) == (codec is not None)
 
 
 @on_threads(2)
