@@ -44,6 +44,7 @@ from thinwire.comm.decisions import Decisions
 from thinwire.comm.torch_backend import GenerationCommunicator
 from thinwire.optim import elastic_job
 from thinwire.optim.replicated.elastic_workers import ElasticWorkers
+from thinwire.optim.replicated.joining import Telling
 
 STEPS = 60
 SIZE, BATCH, MICRO_BATCH = 240, 48, 4
@@ -63,10 +64,12 @@ POINTS: dict[str, tuple[Any, str]] = AT_MEETINGS | {
     "move": (ElasticWorkers, "_move"),
     "join": (ElasticWorkers, "_join"),
     "share": (ElasticWorkers, "_share_step"),
+    "tell": (Telling, "begin"),
+    "follow": (ElasticWorkers, "_follow"),
     "hand over": (ElasticWorkers, "_hand_over"),
 }
-_TRAINING = ("leg 1", "leg 2", "arrival", "decision", "finish")
-_MEETING = ("meet", "decide", "connect", "join", "share", "hand over", "move")
+_TRAINING = ("leg 1", "leg 2", "arrival", "decision", "tell", "finish")
+_MEETING = ("meet", "decide", "connect", "join", "share", "follow", "hand over", "move")
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,8 @@ def digest(model: Tower) -> str:
     return hashlib.sha256(flat(model.parameters()).numpy().tobytes()).hexdigest()[:16]
 
 
-def train(model: Tower, optimizer: Any, on_step: Any, begin: Any, before_step: Any, pace: float) -> None:
-    """To the end; `on_step` hears of the dealing, `begin` of a step before it is sent, `before_step` of the samples."""
+def train(model: Tower, optimizer: Any, on_step: Any, begin: Any, before_backward: Any, pace: float) -> None:
+    """To the end; `on_step` hears of the dealing, `begin` of a step, `before_backward` of its samples so far."""
     workers: ElasticWorkers = optimizer._home.workers
     sampler = thinwire.ElasticBatchSampler(optimizer, SIZE, batch=BATCH, micro_batch=MICRO_BATCH)
     deal = workers.on_step
@@ -131,9 +134,9 @@ def train(model: Tower, optimizer: Any, on_step: Any, begin: Any, before_step: A
         samples: list[int] = []
         begin(optimizer.steps)
         for numbers, inputs, wanted in step:
-            (step.weight * (model(inputs) - wanted).square().mean()).backward()
             samples += numbers.tolist()
-        before_step(optimizer.steps, samples)
+            before_backward(optimizer.steps, samples)
+            (step.weight * (model(inputs) - wanted).square().mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(pace)
@@ -220,6 +223,7 @@ def replay(kind: str, dealt: dict[int, tuple[list[str], list[str] | None]]) -> s
     elastic._INTERVAL, communicator._ALARM_INTERVAL = 0.02, 0.02
     store = HashStore()
     elastic_job.reach = lambda settings: (store, "here")
+    ElasticWorkers._look_on = lambda workers: None  # type: ignore[method-assign]
     first = dealt[min(dealt)][0]
     settings = thinwire.Elastic(len(first), address="here:1", timeout=60.0, join_timeout=60.0, silence=20.0)
     # Who was dealt data, and got no state before it was sent again, comes anew.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,23 @@ from thinwire.comm.errors import Call, CommunicationError, RollCall
 Collective = Callable[[Communicator], list[bytes]]
 
 
-class Decisions(Communicator):
+class Bystander(Communicator):
+    """Of ranks that others are: who only looks on sends and receives nothing in their place."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        super().__init__(0, size, "single", timeout)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise CommunicationError("this takes all ranks, of which this is none, or one that may be repeated")
+
+    _start_all_to_all = _start_all_gather = _start_broadcast = _start_all_reduce = _subgroup = _refuse
+
+    @override
+    def _roll_call(self, call: Call) -> RollCall:
+        return RollCall({}, ())
+
+
+class Decisions(Bystander):
     """Broadcasts and gathered messages over one group of workers after another, numbered over all of these.
 
     One that fails is repeated after `meet` among those who are left then, unless a survivor has its result: `adopt`
@@ -29,7 +45,7 @@ class Decisions(Communicator):
 
     def __init__(self, comm: Communicator, meet: Callable[[CommunicationError], None]) -> None:
         """`meet`: has the workers meet, and calls `adopt` and `follow` before it returns."""
-        super().__init__(comm.rank, comm.size, comm.backend, comm.timeout)
+        super().__init__(comm.size, comm.timeout)
         self._meet = meet
         self.passed = 0
         self._kept: dict[int, list[bytes]] = {}  # by number, of the step in flight
@@ -49,6 +65,14 @@ class Decisions(Communicator):
         """Take over results of decisions from number `first` on, which others have and this worker may lack."""
         for number, one in enumerate(json.loads(results), first):
             self._kept.setdefault(number, [base64.b64decode(part) for part in one])
+
+    def share(self, group: Communicator, known: Mapping[int, int]) -> None:
+        """Have all of `group` know the decisions that any does; `known`: how many, by rank. Collective of these."""
+        first, last = min(known.values(), default=0), max(known.values(), default=0)
+        if first < last:
+            source = min(number for number, one in known.items() if one == last)
+            mine = self.kept_since(first) if group.rank == source else ""
+            self.adopt(first, group.all_gather_bytes(mine.encode(), "share decisions")[source].decode())
 
     def forget(self) -> None:
         """Keep no decision any longer: all others have passed every one so far."""
@@ -83,12 +107,3 @@ class Decisions(Communicator):
                 self._meet(error)
         self.passed += 1
         return self._kept[self.passed - 1]
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError("workers that come and go decide by gathered messages and broadcasts alone")
-
-    _start_all_to_all = _start_all_gather = _start_broadcast = _start_all_reduce = _subgroup = _refuse
-
-    @override
-    def _roll_call(self, call: Call) -> RollCall:
-        return RollCall({}, ())

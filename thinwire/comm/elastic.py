@@ -202,7 +202,8 @@ class Heart:
         self._members: tuple[str, ...] = ()
         self._next = 0
         self._alarm = False
-        self._wanted = False
+        self._wanted = self._watched = False
+        self.told = 0  # how many have looked on, or wanted to
         self._looked = time.monotonic()
         self._stop = threading.Event()
         store.add(f"beat/{name}", 1)
@@ -253,6 +254,17 @@ class Heart:
         """Whether a worker waits for the next generation."""
         return self._wanted
 
+    @property
+    def watched(self) -> bool:
+        """Whether a newcomer waits to look on while the others train."""
+        return self._watched
+
+    def tell(self) -> int:
+        """Take note that the next one is told; its number."""
+        with self._lock:
+            self.told, self._watched = self.told + 1, False
+        return self.told - 1
+
     def stop(self, gone: bool = False) -> None:
         """Beat no longer; `gone`: tell the others not to wait."""
         atexit.unregister(self.stop)
@@ -273,14 +285,17 @@ class Heart:
     def _look(self) -> None:
         self._store.add(f"beat/{self._name}", 1)
         with self._lock:
-            names, number = list(self._unchanged), self._next
+            names, number, told = list(self._unchanged), self._next, self.told
         beats = dict(zip(names, self._store.multi_get([f"beat/{name}" for name in names]), strict=True))
         alarm = bool(number) and self._store.check([f"{number}/alarm"])
         wanted = bool(number) and self._store.check([f"{number}/count"])
+        watched = self._store.check([f"onlooker/{told}"])
         with self._lock:
             for name, beat in beats.items():
                 self._unchanged[name] = self._unchanged[name] + 1 if self._beats.get(name) == beat else 0
             self._beats.update(beats)
             if number == self._next:
                 self._alarm, self._wanted = alarm, wanted
+            if told == self.told:
+                self._watched = watched
         self._looked = time.monotonic()

@@ -11,7 +11,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -22,6 +22,7 @@ from thinwire.comm.attendance import in_background
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.elastic import Elastic, Heart, LimitedStore, MembershipError
 from thinwire.comm.errors import CommunicationError
+from thinwire.comm.pairwise import Messages
 from thinwire.comm.relay import Relay, WorkerGroup
 from thinwire.comm.torch_backend import GenerationCommunicator, connect
 
@@ -37,10 +38,12 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """A worker at a meeting. `record`: None where it has no state of the job."""
+    """A worker at a meeting. `record`: None where it has no state of the job. `looks_on`: it has it all the same, but
+    for the last steps."""
 
     name: str
     record: Record | None
+    looks_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class Membership:
 
     heart: Heart
     departures: Sequence[str] = ()
+    looks_on = False
+    idle: Callable[[], object] = staticmethod(lambda: None)  # called again and again at meetings
 
     def __init__(
         self,
@@ -175,8 +180,9 @@ class Membership:
             record = record if stayed else None
             if alarm and stayed:
                 self._store.write(f"{number}/alarm", "1")
+            entry = Entry(self.name, record, self.looks_on)
             place = self._store.add(f"{number}/count", 1) - 1
-            self._store.write(f"{number}/entry/{place}", json.dumps(asdict(Entry(self.name, record))))
+            self._store.write(f"{number}/entry/{place}", json.dumps(asdict(entry)))
             entries = self._decided(number, record)
             names = [entry.name for entry in entries]
             if self.name in names:
@@ -206,6 +212,7 @@ class Membership:
                     f"job {self.settings.job!r} is over: there is nothing to join. Its next run needs another "
                     "Elastic(job=...), or a new meeting place"
                 )
+            self.idle()
             time.sleep(_POLL_SECONDS)
 
     def _proposal(self, number: int, record: Record | None, before: Sequence[str], waited: float) -> list[Entry] | None:
@@ -245,6 +252,38 @@ class Membership:
         found = [Entry(**json.loads(one)) for one in written if one is not None]
         self.heart.watch([one.name for one in found])
         return [one for one in found if one.name == self.name or not self.heart.silent(one.name)]
+
+    # Before a newcomer comes to a meeting
+
+    def look_on(self) -> Messages | None:
+        """Wait until the workers that train begin to tell of it; connected with them, as rank 0. None if there is a
+        meeting to go to, or if they do not."""
+        number, began = self._store.add("onlookers", 1) - 1, time.monotonic()
+        self._store.write(f"onlooker/{number}", self.name)
+        while (size := self._store.read(f"onlooker/{number}/size")) is None:
+            meets = self._store.read(f"{self._next_open()}/count") or self._store.read("finished")
+            if meets or time.monotonic() - began > self.settings.join_timeout:
+                return None
+            time.sleep(_POLL_SECONDS)
+        return self._linked(number, 0, int(size)) if int(size) > 1 else None
+
+    def tell(self) -> Future[Messages] | None:
+        """Be connected, in the background, with the next one that waits to look on; None if this worker is alone."""
+        assert self.generation is not None
+        number, index, size = self.heart.tell(), self.generation.index, len(self.generation.entries)
+        if index == 0:
+            self._store.write(f"onlooker/{number}/size", str(size + 1 if size > 1 else 0))
+        return in_background(lambda: self._linked(number, index + 1, size + 1)) if size > 1 else None
+
+    def _linked(self, number: int, rank: int, size: int) -> Messages:
+        limit = self.settings.timeout
+        try:
+            wiring = connect(self._another_store(), f"onlooker/{number}", rank, size, limit)
+        except RuntimeError as error:
+            raise CommunicationError(f"the workers did not connect with one that looks on: {error}") from error
+        comm = GenerationCommunicator(wiring, limit, lambda: "")
+        assert wiring.group is not None
+        return Messages(wiring.group, limit, comm.abandon)
 
     # What a generation does together
 

@@ -1,4 +1,5 @@
-"""All-to-alls and all-gathers of large messages over Gloo, with one partner at a time, on a thread of their own.
+"""Transfers over Gloo between one rank and one other: all-to-alls and all-gathers of large messages, in turns on a
+thread of their own, and messages of a rank's choice.
 
 Gloo sends to every rank at once, and moves what is in flight side by side. On Ethernet streams then meet at receivers'
 links, share them unevenly, and the last of them takes 1.2 to 1.7 times as long as the bytes alone. Its all-gather fills
@@ -10,11 +11,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from thinwire.comm.errors import CommunicationError
 
 LEAST_CHUNK_BYTES = 64 << 10
 """Of a message to one peer: below, a round's latency is felt beside its transfer, and switches hold all streams."""
@@ -100,6 +106,54 @@ def all_gather(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int
         work.wait()
     for work in leaving:
         work.wait()
+
+
+class Messages:
+    """Messages from one rank of a Gloo group to one other, in order, of host tensors; each call waits for so many
+    `seconds` at most, and raises CommunicationError. `let_go`: called at the end, and there may be transfers in flight.
+    `bytes_sent`: by this rank."""
+
+    def __init__(self, group: dist.ProcessGroup, seconds: float, let_go: Callable[[], None]) -> None:
+        self.size, self.bytes_sent = group.size(), 0
+        self._group, self._limit, self.close = group, timedelta(seconds=seconds), let_go
+
+    def __enter__(self) -> Messages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send it, contiguous, to rank `to`, which receives as much."""
+        self._wait(lambda: self._group.send([tensor], to, _TAGS[0]))()
+        self.bytes_sent += tensor.nbytes
+
+    def receive(self, tensor: Tensor, source: int) -> Callable[[], None]:
+        """Begin to receive from rank `source`; what is returned waits for it."""
+        return self._wait(lambda: self._group.recv([tensor], source, _TAGS[0]))
+
+    def send_bytes(self, message: bytes, to: int) -> None:
+        """Send a message of any length, for `receive_bytes`."""
+        self.send(torch.tensor([len(message)]), to)
+        self.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), to)
+
+    def receive_bytes(self, source: int) -> bytes:
+        """What rank `source` has sent with `send_bytes`."""
+        length = torch.empty(1, dtype=torch.int64)
+        self.receive(length, source)()
+        message = torch.empty(int(length), dtype=torch.uint8)
+        self.receive(message, source)()
+        return message.numpy().tobytes()
+
+    def _wait(self, begin: Callable[[], dist.Work]) -> Callable[[], None]:
+        def within(do: Callable[[], Any]) -> Any:
+            try:
+                return do()
+            except RuntimeError as error:
+                raise CommunicationError(f"a message between two workers failed: {error}") from error
+
+        work = within(begin)
+        return lambda: within(lambda: work.wait(self._limit))
 
 
 def _run_turns(waiting: SimpleQueue[tuple[_Turn, Callable[[], None]] | None]) -> None:

@@ -39,6 +39,7 @@ class Flags(IntFlag):
     UNPLACED = 4  # the sender has a trainable parameter that lies in no bucket yet
     SETTINGS = 16  # a packet that the sender got was of a rank with other hyperparameters
     MEET = 32  # a worker waits to join: after this exchange all meet
+    TELL = 64  # a worker waits to look on: after this step all tell it of the state, and of further steps
 
 
 _KNOWN_FLAGS = sum(Flags)
@@ -57,13 +58,18 @@ class Outcome:
     """What the headers of one exchange said, the same on every rank.
 
     `finite`: every owner's average was finite. `incomplete`: some rank had no gradient for some parameter. `unplaced`:
-    some rank has a trainable parameter that lies in no bucket yet. `meet`: some rank knows of a worker that waits.
+    some rank has a trainable parameter that lies in no bucket yet. `calls`: MEET and TELL of any rank.
     """
 
     finite: bool = True
     incomplete: bool = False
     unplaced: bool = False
-    meet: bool = False
+    calls: Flags = Flags.NONE
+
+    @property
+    def meet(self) -> bool:
+        """Whether all have to meet."""
+        return Flags.MEET in self.calls
 
     @classmethod
     def of(cls, flags: Flags) -> Outcome:
@@ -76,7 +82,10 @@ class Outcome:
         if Flags.SETTINGS in flags:
             raise SettingsError("ranks of another node have other hyperparameters: set them alike on every rank")
         return cls(
-            Flags.NON_FINITE not in flags, Flags.INCOMPLETE in flags, Flags.UNPLACED in flags, Flags.MEET in flags
+            Flags.NON_FINITE not in flags,
+            Flags.INCOMPLETE in flags,
+            Flags.UNPLACED in flags,
+            flags & (Flags.MEET | Flags.TELL),
         )
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 from torch import Tensor
@@ -73,6 +75,41 @@ def enter_elastic_job(
         membership.leave()
         raise
     return membership
+
+
+class StepPhase(IntEnum):
+    """The part of a step that a worker is in, after the last of which it has had everything."""
+
+    APPLYING = 0
+    BETWEEN = 1  # steps, before the next one's data are chosen: here workers may join
+    SENDING = 2
+
+
+@dataclass(frozen=True)
+class Position:
+    """A worker's, as it says at a meeting: steps of which it has had everything, its phase since, and decisions that it
+    knows. `begins_at`: what tells the state apart that it has loaded, if it has."""
+
+    brought: int
+    phase: int
+    decided: int
+    begins_at: str = ""
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """Comparable between workers."""
+        return self.brought, self.phase
+
+
+def positions(generation: Generation) -> list[Position | None]:
+    """Of its workers; None of those that are new."""
+    return [None if one.record is None else Position(**one.record) for one in generation.entries]
+
+
+def may_be_joined(records: Sequence[Record | None]) -> bool:
+    """Whether workers that say so are all between the same two steps."""
+    said = [Position(**one) for one in records if one is not None]
+    return all(one.at == said[0].at and one.phase == StepPhase.BETWEEN for one in said)
 
 
 _ATTEMPTS = 10

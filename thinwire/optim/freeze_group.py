@@ -16,7 +16,7 @@ from thinwire.comm.agreement import check_same_on_every_rank
 from thinwire.compress.codecs import all_finite
 from thinwire.compress.exchange import bring_headers
 from thinwire.compress.kernels.loading import wait_for_kernels
-from thinwire.compress.packet import Outcome, SettingsError, read_together
+from thinwire.compress.packet import Flags, Outcome, SettingsError, read_together
 from thinwire.optim.algorithm import Agreement, Algorithm, FreezeRule, LocalSteps, variance_norm
 from thinwire.optim.bucket import Bucket, may_clip, place_of
 from thinwire.optim.step import Clock, Members, Peak, Send, Step
@@ -382,7 +382,7 @@ def read_outcomes(step: Step, comm: Communicator, buckets: Sequence[Bucket]) -> 
     Raises ValueError, on every rank, that names the first with other hyperparameters; collective only then.
     """
     sketched = [] if step.sketched is None else [step.sketched, torch.as_tensor(step.clip, dtype=torch.float64)]
-    finite, incomplete, unplaced, meet = True, False, False, False
+    finite, incomplete, unplaced, calls = True, False, False, Flags.NONE
     sent = [(bucket, bucket.sent) for bucket in buckets if bucket.sent is not None]
     try:
         if found := bring_headers([exchange for _, exchange in sent], sketched):
@@ -393,8 +393,8 @@ def read_outcomes(step: Step, comm: Communicator, buckets: Sequence[Bucket]) -> 
             average = bucket.average() if bucket.rewritten else None
             finite &= outcome.finite if average is None else bool(all_finite(average))
             incomplete |= outcome.incomplete
-            unplaced, meet = unplaced | outcome.unplaced, meet | outcome.meet
+            unplaced, calls = unplaced | outcome.unplaced, calls | outcome.calls
     except SettingsError:
         check_same_on_every_rank(comm, [], step.groups, {})
         raise
-    return Outcome(finite, incomplete, unplaced, meet)
+    return Outcome(finite, incomplete, unplaced, calls)

@@ -11,10 +11,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import CommunicationError, Communicator
+from thinwire.compress.codecs import resized
 from thinwire.compress.exchange import Exchange
-from thinwire.compress.packet import PacketError
+from thinwire.compress.packet import Flags, PacketError
 from thinwire.optim.bucket import Bucket
 from thinwire.optim.freeze_group import FreezeGroup
+from thinwire.optim.replicated.parameters import WholeStorage
 from thinwire.optim.replicated.synchronizer import SynchronizedBackward, Synchronizer
 from thinwire.zero.backward import BackwardWatcher
 
@@ -31,13 +33,14 @@ class Arrival:
     def but_packets(self) -> bytes:
         """All but those, for `of` on another worker."""
         one = self.backward
-        return json.dumps([one.finite, [*one.absent], one.overflowing, one.meet, self.norm, self.clip]).encode()
+        return json.dumps([one.finite, [*one.absent], one.overflowing, one.calls, self.norm, self.clip]).encode()
 
     @classmethod
     def of(cls, told: bytes, packets: list[Tensor]) -> Arrival:
         """What another worker tells of with `but_packets`, and these."""
-        finite, absent, overflowing, meet, norm, clip = json.loads(told)
-        return cls(SynchronizedBackward(finite, frozenset(absent), tuple(overflowing), meet), norm, clip, packets)
+        finite, absent, overflowing, calls, norm, clip = json.loads(told)
+        backward = SynchronizedBackward(finite, frozenset(absent), tuple(overflowing), Flags(calls))
+        return cls(backward, norm, clip, packets)
 
 
 class PatientWatcher(BackwardWatcher):
@@ -123,22 +126,22 @@ def hand_on(before: FreezeGroup, after: FreezeGroup, owned: Owned) -> None:
     """Have the same buckets, cut for other ranks, go on with what they held: all of the state, a worker's own residual,
     and what this rank owns again of what it has `owned`."""
     after.peak, after.left_out_steps = before.peak, before.left_out_steps
-    if after.clock.frozen_at is not None and after.algorithm.frozen_state:
-        after.storage.begin_frozen_state()
+    assert isinstance(after.storage, WholeStorage)
+    after.storage.take_over(before.buckets)
     for old, new in zip(before.buckets, after.buckets, strict=True):
-        for name, values in old.state.items():
-            new.state[name][: new.layout.numel].copy_(values[: new.layout.numel])
-        old.state.clear()
         new.residual_scale = old.residual_scale
         kept = dict(_with_residuals(old))
         for kind, exchange in _with_residuals(new, also_new="compressed" in kept):
-            if kind in kept and exchange.worker_residual is not None:
-                residual = kept[kind].worker_residual
-                assert residual is not None
-                exchange.worker_residual[: exchange.numel].copy_(residual[: exchange.numel])
+            if kind in kept:
+                _go_on(exchange, kept[kind])
             if (new.index, kind) in owned:
                 _own_again(exchange, *owned[new.index, kind])
-    after.restore()
+        if old.zero_variance is not None:
+            new.find_zero_variance()
+    if after.shows_own_weights:
+        after.storage.keep_common()
+        after.show_own_weights(True)
+    after.prepare()
 
 
 def _with_residuals(bucket: Bucket, *, also_new: bool = False) -> list[tuple[str, Exchange]]:
@@ -148,6 +151,16 @@ def _with_residuals(bucket: Bucket, *, also_new: bool = False) -> list[tuple[str
         assert bucket.averaging is not None
         found.append(("averaging", bucket.averaging))
     return found
+
+
+def _go_on(exchange: Exchange, before: Exchange) -> None:
+    """Have it keep a worker's residual, in its memory, and its payload's memory."""
+    numel, residual = exchange.numel, before.worker_residual
+    payload = before._free if before._payload is None else before._payload
+    if exchange.worker_residual is not None and residual is not None:
+        exchange.worker_residual = resized(residual, numel, len(exchange.worker_residual))
+    if payload is not None:
+        exchange._payload, exchange._free = None, resized(payload, numel, exchange.padded_numel)
 
 
 def _own_again(exchange: Exchange, place: slice, residual: Tensor) -> None:

@@ -12,20 +12,19 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from enum import IntEnum
+from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from thinwire.comm import CommunicationError, Communicator, threads
-from thinwire.comm.decisions import Decisions
+from thinwire.comm import CommunicationError, threads
+from thinwire.comm.decisions import Bystander, Decisions
 from thinwire.comm.elastic import Elastic, MembershipError
 from thinwire.comm.membership import Generation, Record
 from thinwire.comm.torch_backend import GenerationCommunicator
 from thinwire.compress.packet import Flags, PacketError
-from thinwire.optim.elastic_job import enter_elastic_job, meet_and_join
+from thinwire.optim.elastic_job import Position, StepPhase, enter_elastic_job, may_be_joined, meet_and_join, positions
 from thinwire.optim.options import HomeOptions
 from thinwire.optim.replicated.elastic_buckets import (
     Arrival,
@@ -34,49 +33,28 @@ from thinwire.optim.replicated.elastic_buckets import (
     hand_on,
     owned_residuals,
 )
+from thinwire.optim.replicated.joining import (
+    CommonState,
+    Onlooker,
+    Step,
+    Telling,
+    Told,
+    check_digests,
+    look_on_from,
+    put_arrival,
+)
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.optim.replicated.synchronizer import FreezeGroups, SynchronizedBackward
 from thinwire.optim.step import Send
 from thinwire.optim.wire import Wire
 from thinwire.zero.rank_checks import broadcast_from_rank_0
+from thinwire.zero.saved_state import take_over_settings
+
+_ATTEMPTS = 3
+"""To look on, which ends if a worker dies."""
 
 _SYNC = SynchronizedBackward()
 """Stands for the backward of a sync without one."""
-
-
-class StepPhase(IntEnum):
-    """The part of a step that a worker is in, after the last of which it has had everything."""
-
-    APPLYING = 0
-    BETWEEN = 1  # steps, before the next one's data are chosen: here workers may join
-    SENDING = 2
-
-
-@dataclass(frozen=True)
-class Position:
-    """A worker's, as it says at a meeting: steps of which it has had everything, its phase since, and decisions that it
-    knows. `begins_at`: what tells the state apart that it has loaded, if it has."""
-
-    brought: int
-    phase: int
-    decided: int
-    begins_at: str = ""
-
-    @property
-    def at(self) -> tuple[int, int]:
-        """Comparable between workers."""
-        return self.brought, self.phase
-
-
-def _positions(generation: Generation) -> list[Position | None]:
-    """Of its workers; None of those that are new."""
-    return [None if one.record is None else Position(**one.record) for one in generation.entries]
-
-
-def may_be_joined(records: Sequence[Record | None]) -> bool:
-    """Whether workers that say so are all between the same two steps."""
-    said = [Position(**one) for one in records if one is not None]
-    return all(one.at == said[0].at and one.phase == StepPhase.BETWEEN for one in said)
 
 
 class ElasticWorkers:
@@ -96,21 +74,21 @@ class ElasticWorkers:
         layout: FreezeGroups,
         synchronizer: ElasticSynchronizer,
         compared: Mapping[str, Any],
-        save: Callable[[], dict[str, Any]],
-        load: Callable[[dict[str, Any]], None],
+        state: CommonState,
+        apply: Callable[[SynchronizedBackward], object],
     ) -> None:
-        """`compared`: what all workers must have alike. `save` and `load`: where the run is, but for what tensors
-        hold, as JSON can hold it."""
+        """`compared`: what all workers must have alike. `apply`: takes a step of which all is there."""
         self._options, self._layout, self._synchronizer = options, layout, synchronizer
         self._table: ParameterTable = layout.table
-        self._save, self._load = save, load
+        self._state, self._apply = state, apply
+        self._onlooker: Onlooker | None = None
         self.comm = self._group = threads.single(elastic.timeout)
         self.decisions = Decisions(self._group, self._meet_in_a_decision)
         self.dealt_to: list[str] = []
         self.shared_data: dict[str, Any] = {}
         self.on_step: Callable[[list[str], list[str] | None], None] = lambda dealt_to, took_part: None
         self.in_use = False
-        self._brought, self._phase, self._wanted = 0, StepPhase.BETWEEN, False
+        self._brought, self._decided, self._phase, self._calls = 0, 0, StepPhase.BETWEEN, Flags.NONE
         self._arrival: Arrival | None = None  # of the last step that was sent
         self._begins_at = ""
         self._names_now: list[str] = []  # of `_group`
@@ -123,13 +101,15 @@ class ElasticWorkers:
         self.membership = enter_elastic_job(
             elastic, self._group, settings, table.names, table.parameters, may_be_joined
         )
+        self._telling = Telling(self.membership, state)
+        self._look_on()
         self._meet(alarm=False)
         self._go_on()
 
     @property
     def bytes_sent(self) -> int:
         """Bytes this worker has sent to others."""
-        return self._bytes_earlier + self._group.traffic.bytes_sent
+        return self._bytes_earlier + self._group.traffic.bytes_sent + self._telling.bytes_sent
 
     # One step
 
@@ -169,14 +149,18 @@ class ElasticWorkers:
         if self._phase is not StepPhase.APPLYING:  # a local step
             return
         self._phase = StepPhase.BETWEEN
-        while self._wanted and self._meet(alarm=False):
+        assert self._arrival is not None
+        self._telling.go_on(self._arrival, self.decisions.kept_since(self._decided), self.shared_data)
+        if Flags.TELL in self._calls and Flags.MEET not in self._calls:
+            self._telling.begin(self._told())
+        while Flags.MEET in self._calls and self._meet(alarm=False):
             pass
         self._go_on()
 
     def _take(self, arrival: Arrival) -> None:
         """Note that all of a step is there: every other worker has applied the one before, or it had sent nothing."""
-        self._brought, self._phase, self._wanted = self._brought + 1, StepPhase.APPLYING, arrival.backward.meet
-        self._arrival, self._owned = arrival, {}
+        self._brought, self._phase, self._calls = self._brought + 1, StepPhase.APPLYING, arrival.backward.calls
+        self._arrival, self._owned, self._decided = arrival, {}, self.decisions.passed
         self.decisions.forget()
 
     def _look_around(self) -> None:
@@ -231,6 +215,7 @@ class ElasticWorkers:
         if not self._is_over:
             self.membership.leave()
             self._is_over = True
+        self._telling.end()
         self._part()
 
     # Meetings
@@ -243,7 +228,7 @@ class ElasticWorkers:
         """Be in the next generation that can work together; whether some of it have still to come to where this worker
         is between two steps."""
         generation, lost = meet_and_join(self.membership, self._stand, self._join, alarm=alarm)
-        said = _positions(generation)
+        said = positions(generation)
         if generation.index == 0 and generation.number > 1:
             new = f"{said.count(None)} of them new"
             line = "; ".join([f"{len(said)} workers after {self._brought} steps sent, {new}", *lost])
@@ -258,9 +243,11 @@ class ElasticWorkers:
     def _join(self, generation: Generation) -> None:
         """Connect with the workers of a generation, and have all decisions, and newcomers all state, of those who have
         most."""
-        said = _positions(generation)
+        said = positions(generation)
         stay = [number for number, one in enumerate(said) if one is not None]
-        new = [number for number, one in enumerate(said) if one is None]
+        looks_on = [one.looks_on for one in generation.entries]
+        new = [number for number, one in enumerate(said) if one is None and not looks_on[number]]
+        self._telling.end()
         if not stay and self.membership.begun:
             raise MembershipError("no worker is left that has the job's weights: start a new job, from a checkpoint")
         begin = Counter(one.begins_at for one in said if one is not None).most_common(1)
@@ -270,34 +257,36 @@ class ElasticWorkers:
                 f"this worker begins at {self._begins_at or 'step 0'}, and others at {begin[0][0] or 'step 0'}: load "
                 "what one worker saved, or each what it saved after the same step, on all workers of a new job"
             )
-        if new:  # then all are between the same two steps
+        if new or any(looks_on):  # then all are between the same two steps
             self.dealt_to = generation.names
         group = self.membership.connect(range(len(said)), "exchange").comm
         assert group is not None, "a worker is one process"
         try:
             # Before decisions, as those of the step before are forgotten by it.
             self._share_step({number: one.brought for number, one in enumerate(said) if one is not None})
-            self._share_decisions(group, {number: one.decided for number, one in enumerate(said) if one is not None})
+            self.decisions.share(group, {number: one.decided for number, one in enumerate(said) if one is not None})
             source = stay[0] if stay else 0
-            if new and (generation.index == source or not self._in_the_job):
+            if new and generation.index in (source, *new):
                 self._hand_over([source, *(number for number in new if number != source)])
+            if any(looks_on):
+                last = max(one.brought for one in said if one is not None)
+                while self._onlooker is not None and self._brought < last:
+                    self._follow(self._onlooker.next_step())
+                check_digests(group.all_gather_bytes(self._state.digest(), "compare bits"), generation.names)
         except CommunicationError:
             group.close()
             raise
+        finally:
+            self.membership.looks_on = False
+            if self._onlooker is not None:
+                self._onlooker.close()
+                self._onlooker = None
         self._part()
         self._group, self._names_now, self._moved = group, generation.names, True
         self.decisions.follow(group)
         self._synchronizer.watcher.lost = ""  # as all is sent again
         self._in_the_job = True
         self.membership.begin()
-
-    def _share_decisions(self, group: Communicator, known: Mapping[int, int]) -> None:
-        """Have all of `group` know the decisions that any does; `known`: how many, by worker."""
-        first, last = min(known.values(), default=0), max(known.values(), default=0)
-        if first < last:
-            source = min(number for number, one in known.items() if one == last)
-            mine = self.decisions.kept_since(first) if group.rank == source else ""
-            self.decisions.adopt(first, group.all_gather_bytes(mine.encode(), "share decisions")[source].decode())
 
     def _share_step(self, brought: Mapping[int, int]) -> None:
         """Have all who lack some of the last step that was sent take it over; `brought`: how many were, by worker."""
@@ -334,7 +323,8 @@ class ElasticWorkers:
     def _move(self) -> None:
         """Cut all buckets for the workers that there are by now."""
         few = len(self._names_now) < self.membership.settings.min_workers
-        self._layout.step.flags = Flags.MEET if few or self.membership.wanted else Flags.NONE
+        meet = Flags.MEET if few or self.membership.wanted else Flags.NONE
+        self._layout.step.flags = meet | (Flags.TELL if self.membership.heart.watched else Flags.NONE)
         if not self._moved:
             return
         if not self._owned:
@@ -345,47 +335,65 @@ class ElasticWorkers:
         self.comm, self._names_sent, self._moved = self._group, self._names_now, False
         self._synchronizer.move(self._group)
 
-    # What newcomers get
+    # Newcomers
+
+    @torch.no_grad()
+    def _look_on(self) -> None:
+        """Have weights and state beside the others' training, and take the steps that they take meanwhile, up to the
+        last few; nothing if that does not come about: the others then wait at the meeting."""
+        for _ in range(_ATTEMPTS if all(group.local is None for group in self._layout.groups) else 0):
+            link = self.membership.look_on() if self.membership.begun else None
+            if link is None:
+                return
+            self._onlooker, ranks = Onlooker(link), Bystander(link.size - 1, self.comm.timeout)
+            self.decisions.follow(ranks)
+            try:
+                look_on_from(self._layout, Wire(ranks, self._options, decisions=self.decisions))
+                self._be_as(self._onlooker.take_state(self._state))
+                self._synchronizer.move(ranks)
+                while self._follow(self._onlooker.next_step()) > 1:
+                    pass
+            except CommunicationError:
+                self._onlooker.close()
+            else:
+                self.membership.looks_on, self.membership.idle = True, self._follow_on
+                return
+
+    def _follow_on(self) -> None:
+        with suppress(CommunicationError):  # which ends what `_join` waits for
+            while self._onlooker is not None and self._onlooker.has_step:
+                self._follow(self._onlooker.next_step())
+
+    @torch.no_grad()
+    def _follow(self, step: Step) -> int:
+        """Take a step as others have; how many more were waiting when they told of it."""
+        told, packets = step
+        arrival = Arrival.of(told["arrival"].encode(), packets)
+        take_over_settings(told, self._state.groups)
+        put_arrival(self._layout, arrival)
+        self._synchronizer.take_over(arrival)
+        self._take(arrival)
+        self.decisions.adopt(self.decisions.passed, told["decisions"])
+        self._apply(arrival.backward)
+        self._synchronizer.end_step()
+        self._phase, self.shared_data = StepPhase.BETWEEN, told["shared_data"]
+        return int(told["behind"])
+
+    def _told(self) -> dict[str, Any]:
+        counted = {"brought": self._brought, "decided": self.decisions.passed, "onlookers": self.membership.heart.told}
+        return {**counted, "shared_data": self.shared_data, "begins_at": self._begins_at}
+
+    def _be_as(self, told: Told) -> None:
+        self._brought, self.decisions.passed = told["brought"], told["decided"]
+        self.shared_data, self._begins_at = told["shared_data"], told["begins_at"]
+        self.membership.heart.told = told["onlookers"]
 
     def _hand_over(self, members: Sequence[int]) -> None:
         """Give the workers `members` what the first of them has. Collective of these."""
         group = self.membership.connect(members, "state").comm
         assert group is not None
-        counted = {"brought": self._brought, "decided": self.decisions.passed, "shared_data": self.shared_data}
-        counted["begins_at"] = self._begins_at
-        mine = json.dumps({**counted, "where": self._save()}).encode() if group.rank == 0 else b""
-        told = json.loads(group.all_gather_bytes(mine, "hand over its state")[0])
+        told = self._state.hand_over(group, self._told())
         if group.rank:
-            self._brought, self.decisions.passed = told["brought"], told["decided"]
-            self.shared_data, self._begins_at = told["shared_data"], told["begins_at"]
-            self._load(told["where"])
-            self._begin_as(told["where"]["freeze_groups"])
-        broadcast_from_rank_0(group, self._everything())
-        group.barrier()  # all have all of it before its sender may go
-        if group.rank:
-            self._table.publish_all()
-            for one in self._layout.groups:
-                one.restore()
+            self._be_as(told)
         self._bytes_earlier += group.traffic.bytes_sent
         group.close()
-
-    def _begin_as(self, freeze_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Be as far as these, but for what tensors hold."""
-        for group, saved in zip(self._layout.groups, freeze_groups, strict=True):
-            group.clock.steps = saved["steps"]
-            if group.rule is not None and saved["rule"]:
-                group.rule.load(saved["rule"])
-            group.algorithm.load_scalars(saved["scalars"], self._table.names)
-            if saved["frozen_at"] is not None and group.clock.frozen_at is None:
-                group.storage.begin_frozen_state()
-            group.clock.frozen_at = saved["frozen_at"]
-            if group.shows_own_weights:
-                group.storage.keep_common()
-
-    def _everything(self) -> list[Tensor]:
-        """Weights and state that all workers have alike, in one order."""
-        found = self._table.weights()
-        for group in self._layout.groups:
-            for bucket in group.buckets:
-                found += [bucket.state[name][: bucket.layout.numel] for name in sorted(bucket.state)]
-        return found

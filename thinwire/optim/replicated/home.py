@@ -21,6 +21,7 @@ from thinwire.optim.options import HomeOptions, Recipe
 from thinwire.optim.replicated.capture import CudaGraphs, StepCapture, check_can_be_captured
 from thinwire.optim.replicated.elastic_buckets import ElasticSynchronizer
 from thinwire.optim.replicated.elastic_workers import ElasticWorkers
+from thinwire.optim.replicated.joining import CommonState
 from thinwire.optim.replicated.parameters import ParameterTable, weight_and_master
 from thinwire.optim.replicated.synchronizer import FreezeGroups, SynchronizedBackward, Synchronizer
 from thinwire.optim.step import Send
@@ -318,7 +319,8 @@ def _enter(home: ReplicatedHome, elastic: Elastic, groups: list[dict[str, Any]])
         take_over_settings(where, groups)
         home.in_flight.number, home._comparisons.shared_at = where["step"], where["shared_at"]
 
-    return ElasticWorkers(elastic, home._options, home._layout, home._synchronizer, compared, save, load)
+    state = CommonState(home._layout, groups, save, load)
+    return ElasticWorkers(elastic, home._options, home._layout, home._synchronizer, compared, state, home._apply)
 
 
 class _State(ParameterState):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from thinwire.compress.codecs import resized, zeros_with_room
 from thinwire.optim.bucket import Bucket, Shared
 from thinwire.optim.options import HomeOptions, Recipe
 from thinwire.optim.step import Members, Parameters
@@ -177,16 +178,30 @@ class WholeStorage(Storage):
 
     shapes = True
 
-    def __init__(self, table: ParameterTable, shared: Shared, layouts: Mapping[int, BucketLayout]) -> None:
-        self._table = table
+    def __init__(
+        self, table: ParameterTable, shared: Shared, layouts: Mapping[int, BucketLayout], *, bare: bool = False
+    ) -> None:
+        """`bare`: without state, for `take_over`."""
+        self._table, self._bare = table, bare
         super().__init__(shared, layouts)
         self._slots = {slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots}
         self._copies: list[tuple[int, Tensor]] = []  # by number, of weights that a kernel cannot move where they lie
-        self._show_state()
+        if not bare:
+            self._show_state()
 
     @override
     def new_state(self, name: str, bucket: int, layout: BucketLayout) -> Tensor:
-        return torch.zeros(self._wire.padded_numel(layout), device=self._table.parameters[0].device)
+        numel = 0 if self._bare else self._wire.padded_numel(layout)
+        return zeros_with_room(numel, torch.float32, self._table.parameters[0].device)
+
+    def take_over(self, before: Sequence[Bucket]) -> None:
+        """Go on with the state of the same buckets, cut for other ranks."""
+        self._bare = False
+        for old, new in zip(before, self.buckets, strict=True):
+            padded = self._wire.padded_numel(new.layout)
+            new.state = {name: resized(values, new.layout.numel, padded) for name, values in old.state.items()}
+            old.state.clear()
+        self._show_state()
 
     @override
     def begin_frozen_state(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from thinwire.compress.packet import Outcome
+from thinwire.compress.packet import Flags, Outcome
 from thinwire.optim.algorithm import Algorithm, FreezeRule
 from thinwire.optim.bucket import Bucket, Shared
 from thinwire.optim.freeze_group import (
@@ -123,7 +123,8 @@ class FreezeGroups:
         algorithm = self._make_algorithm() if before is None else before.algorithm
         clock = new_clock(algorithm) if before is None else before.clock
         shared = Shared(self.table, algorithm, clock, self.wire, self.step)
-        storage = WholeStorage(self.table, shared, dict(enumerate(layouts, len(self.buckets))))
+        numbered = dict(enumerate(layouts, len(self.buckets)))
+        storage = WholeStorage(self.table, shared, numbered, bare=before is not None)
         group = FreezeGroup(storage, self._make_rule() if before is None else before.rule)
         self.groups.append(group)
         self.storages.append(storage)
@@ -138,13 +139,13 @@ class SynchronizedBackward:
     """One synchronised backward, the same on every rank.
 
     `absent`: the parameters that had no gradient on any rank. `overflowing`: if the averages are not finite, the ranks
-    whose own gradients were not. `meet`: some rank's packets said that workers have to meet.
+    whose own gradients were not. `calls`: MEET and TELL of any rank.
     """
 
     finite: bool = True
     absent: frozenset[int] = frozenset()
     overflowing: tuple[int, ...] = ()
-    meet: bool = False
+    calls: Flags = Flags.NONE
 
 
 class Synchronizer:
@@ -300,7 +301,7 @@ class Synchronizer:
         if found.incomplete:
             absent = agree_on_absent(self._comm, len(self._table), set(arrived), self._table.describe)
         overflowing = () if found.finite else find_overflowing(self._comm, self._table.parameters)
-        return SynchronizedBackward(found.finite, absent, overflowing, found.meet)
+        return SynchronizedBackward(found.finite, absent, overflowing, found.calls)
 
     def _is_outdated(self) -> bool:
         """Whether what left is not what would be sent now, on every rank alike."""

@@ -1,0 +1,300 @@
+"""State for a newcomer of an elastic job, which all workers have alike between two steps: at once from one of them, for
+which the others wait; or a part from each while they train, and after it the packets of every step since, by which the
+newcomer takes these steps as well. docs/internals/elastic.md says how it enters then."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import CommunicationError, Communicator
+from thinwire.comm.attendance import in_background
+from thinwire.comm.membership import Membership
+from thinwire.comm.pairwise import Messages
+from thinwire.compress.exchange import look_on
+from thinwire.optim.replicated.elastic_buckets import Arrival, hand_on
+from thinwire.optim.replicated.synchronizer import FreezeGroups
+from thinwire.optim.step import Send
+from thinwire.optim.wire import Wire
+from thinwire.zero.rank_checks import broadcast_from_rank_0
+from thinwire.zero.replica import checksum
+from thinwire.zero.saved_state import counters_of
+
+Told = Mapping[str, Any]
+Step = tuple[Told, list[Tensor]]
+
+_STRIDE = 61
+"""Of the elements by which weights and state are compared: all of the weights are every `resync_interval` steps."""
+
+
+class CommonState:
+    """What all workers have alike between two steps: weights, state, and where the run is.
+
+    `groups`: the optimizer's. `save` and `load`: where the run is, but for what tensors hold, as JSON can hold it.
+    """
+
+    def __init__(
+        self,
+        layout: FreezeGroups,
+        groups: list[dict[str, Any]],
+        save: Callable[[], dict[str, Any]],
+        load: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.groups, self.save = groups, save
+        self._layout, self._load = layout, load
+
+    def begin_as(self, where: dict[str, Any]) -> None:
+        """Be as far as another worker, but for what tensors hold."""
+        self._load(where)
+        for group, saved in zip(self._layout.groups, where["freeze_groups"], strict=True):
+            group.clock.steps = saved["steps"]
+            if group.rule is not None and saved["rule"]:
+                group.rule.load(saved["rule"])
+            group.algorithm.load_scalars(saved["scalars"], self._layout.table.names)
+            if saved["frozen_at"] is not None and group.clock.frozen_at is None:
+                group.storage.begin_frozen_state()
+            group.clock.frozen_at = saved["frozen_at"]
+            if group.shows_own_weights:
+                group.storage.keep_common()
+
+    def tensors(self) -> list[Tensor]:
+        """Weights and state, in one order."""
+        found = self._layout.table.weights()
+        for bucket in self._layout.buckets:
+            found += [bucket.state[name][: bucket.layout.numel] for name in sorted(bucket.state)]
+        return found
+
+    def end(self) -> None:
+        """Go on from tensors that were written."""
+        self._layout.table.publish_all()
+        for group in self._layout.groups:
+            group.restore()
+
+    def digest(self) -> bytes:
+        """What differs, but for chance, if a bit of some elements of the tensors does."""
+        return json.dumps([checksum(one.reshape(-1)[::_STRIDE]) for one in self.tensors()]).encode()
+
+    def hand_over(self, group: Communicator, told: Told) -> Told:
+        """Have what the first worker of `group` has, and what it has `told`. Collective of these."""
+        mine = json.dumps({**told, "where": self.save()}).encode() if group.rank == 0 else b""
+        said: Told = json.loads(group.all_gather_bytes(mine, "hand over its state")[0])
+        if group.rank:
+            self.begin_as(said["where"])
+        broadcast_from_rank_0(group, self.tensors())
+        group.barrier()  # all have all of it before its sender may go
+        if group.rank:
+            self.end()
+        return said
+
+
+# Beside training
+
+_PIECE = 1 << 20
+_SAYS_EVERY = 5.0
+
+
+def _pieces(tensors: Sequence[Tensor]) -> list[tuple[int, slice]]:
+    """In which elements of which tensors all of them travel; the sender of piece n is worker n modulo their number."""
+    return [
+        (number, slice(first, min(first + _PIECE, one.numel())))
+        for number, one in enumerate(tensors)
+        for first in range(0, one.numel(), _PIECE)
+    ]
+
+
+class Teller:
+    """One of `size` workers that tell an onlooker, from a thread of its own, of the state as it is now; number 0 of
+    them tells `where` it is, and then of steps. `connected`: the onlooker, which is rank 0, and they."""
+
+    def __init__(
+        self,
+        connected: Future[Messages],
+        number: int,
+        size: int,
+        where: Told,
+        tensors: Sequence[Tensor],
+    ) -> None:
+        self._leads = number == 0
+        self._where = where
+        flat = [one.detach().reshape(-1) for one in tensors]
+        self._parts = [flat[one][place].cpu().clone() for one, place in _pieces(tensors)[number::size]]
+        self._room = sum(one.nbytes for one in flat)
+        self._steps: SimpleQueue[Step | None] = SimpleQueue()
+        self._connected, self._ended = connected, False
+        in_background(self._tell)
+
+    def add(self, told: Told, packets: list[Tensor]) -> None:
+        """Tell of a step that was taken; of none any more if what waits takes as much room as the state."""
+        self._room -= sum(one.nbytes for one in packets)
+        if self._room < 0:
+            self.end()
+        if self._leads and not self._ended:
+            self._steps.put((told, packets))
+
+    def end(self) -> None:
+        """Tell of no further step."""
+        self._ended = True
+        self._steps.put(None)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this worker has sent to the onlooker."""
+        return self._connected.result().bytes_sent if self._connected.done() and not self._connected.exception() else 0
+
+    def _tell(self) -> None:
+        with self._connected.result() as link:
+            if self._leads:
+                link.send_bytes(json.dumps(self._where).encode(), 0)
+            for part in self._parts:
+                link.send(part, 0)
+            self._parts = []
+            while self._leads and (step := self._steps.get()) is not None:
+                told, packets = step
+                shapes = [list(one.shape) for one in packets]
+                link.send_bytes(json.dumps({**told, "shapes": shapes, "behind": self._steps.qsize()}).encode(), 0)
+                for one in packets:
+                    link.send(one.cpu(), 0)
+                self._room += sum(one.nbytes for one in packets)
+            if self._leads:
+                link.send_bytes(b"{}", 0)
+
+
+class Telling:
+    """A worker's part in telling those who look on of the state and of every step, while it trains."""
+
+    def __init__(self, membership: Membership, state: CommonState) -> None:
+        self._membership, self._state = membership, state
+        self._tellers: list[Teller] = []
+
+    def begin(self, told: Told) -> None:
+        """Tell who waits of the state as it is now, beside what is `told`."""
+        generation, link = self._membership.generation, self._membership.tell()
+        if generation is not None and link is not None:
+            where, size = {**told, "where": self._state.save()}, len(generation.entries)
+            self._tellers.append(Teller(link, generation.index, size, where, self._state.tensors()))
+
+    def go_on(self, arrival: Arrival, decisions: str, shared_data: Told) -> None:
+        """Tell of a step that was taken by what `arrival` holds and these `decisions`."""
+        if self._tellers:
+            told = {"arrival": arrival.but_packets().decode(), "decisions": decisions, "shared_data": shared_data}
+            told |= counters_of("", self._state.groups)
+            for teller in self._tellers:
+                teller.add(told, arrival.packets)
+
+    def end(self) -> None:
+        """Tell of no further step."""
+        for teller in self._tellers:
+            teller.end()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this worker has sent to those who look on."""
+        return sum(teller.bytes_sent for teller in self._tellers)
+
+
+class Onlooker:
+    """A newcomer's view of the workers that train: rank 0 of `link`."""
+
+    def __init__(self, link: Messages) -> None:
+        self._link = link
+        self._steps: SimpleQueue[Step | Exception | None] = SimpleQueue()
+
+    def take_state(self, state: CommonState) -> Told:
+        """Have it as it was when the others began to tell; what the first of them has said of it."""
+        where: Told = json.loads(self._link.receive_bytes(1))
+        state.begin_as(where["where"])
+        tensors, size = state.tensors(), self._link.size - 1
+        pieces = _pieces(tensors)
+        total, done, said = sum(one.nbytes for one in tensors), 0, time.monotonic()
+        flat = [one.reshape(-1) for one in tensors]
+        parts = [(flat[number][place], 1 + turn % size) for turn, (number, place) in enumerate(pieces)]
+        # As many at once as there are senders, so that none waits for another.
+        for values, (part, wait) in zip((one for one, _ in parts), _ahead(size, self._receive(parts)), strict=True):
+            wait()
+            values.copy_(part)
+            done += part.nbytes
+            if time.monotonic() - said > _SAYS_EVERY:
+                said = time.monotonic()
+                print(f"thinwire: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB of state", file=sys.stderr, flush=True)
+        for one, values in zip(tensors, flat, strict=True):
+            if values.data_ptr() != one.data_ptr():  # a copy, as it is not contiguous
+                one.copy_(values.view(one.shape))
+        state.end()
+        in_background(self._receive_steps)
+        return where
+
+    def next_step(self) -> Step:
+        """The next step that the others have taken, once they have. Raises CommunicationError if they tell of no
+        more."""
+        found = self._steps.get()
+        if not isinstance(found, tuple):
+            self._steps.put(found)  # for the next call
+            raise CommunicationError("the workers tell of no further step") from found
+        return found
+
+    @property
+    def has_step(self) -> bool:
+        """Whether `next_step` would not wait."""
+        return not self._steps.empty()
+
+    def _receive_steps(self) -> None:
+        try:
+            while told := json.loads(self._link.receive_bytes(1)):
+                packets = [torch.empty(shape, dtype=torch.uint8) for shape in told["shapes"]]
+                for one in packets:
+                    self._link.receive(one, 1)()
+                self._steps.put((told, packets))
+            self._steps.put(None)
+        except CommunicationError as error:
+            self._steps.put(error)
+
+    def close(self) -> None:
+        """Look on no longer."""
+        self._link.close()
+
+    def _receive(self, parts: Sequence[tuple[Tensor, int]]) -> Iterator[tuple[Tensor, Callable[[], None]]]:
+        for like, source in parts:
+            part = torch.empty_like(like, device="cpu")
+            yield part, self._link.receive(part, source)
+
+
+def _ahead(count: int, ones: Iterator[Any]) -> Iterator[Any]:
+    """The same, each begun `count` before it is needed."""
+    begun = []
+    for one in ones:
+        begun.append(one)
+        if len(begun) > count:
+            yield begun.pop(0)
+    yield from begun
+
+
+def look_on_from(layout: FreezeGroups, wire: Wire) -> None:
+    """Cut all buckets as those of the ranks of `wire` are, of which this worker is none."""
+    before = layout.cut_anew(wire)
+    for group in layout.groups:
+        hand_on(before.pop(0), group, {})
+
+
+def put_arrival(layout: FreezeGroups, arrival: Arrival) -> None:
+    """Have a step of other ranks be where all of it has come."""
+    packets = iter(arrival.packets)
+    for group in layout.groups:
+        for bucket in group.buckets:
+            assert group.send in (Send.EXACT, Send.COMPRESSED), "local steps are not looked on at"
+            bucket.sent = bucket.exchange
+            look_on(bucket.sent, [next(packets) for _ in bucket.sent.parts])
+
+
+def check_digests(digests: Sequence[bytes], names: Sequence[str]) -> None:
+    """Raise CommunicationError unless all workers hold the same bits."""
+    for name, one in zip(names, digests, strict=True):
+        if one != digests[0]:
+            raise CommunicationError(f"{name}, which has looked on, holds other bits than {names[0]}")
