@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.compress.kernels import emulation
+from tests.refusing import refused
 from thinwire.compress import Flags, Header, PacketError, make_codec
 from thinwire.compress.kernels import reference
 from thinwire.compress.kernels.calls import WriteHeaders
@@ -55,14 +56,12 @@ def test_the_odd_one_out_is_named(header, other, rows, data) -> None:
     found = Headers(packets[:, :HEADER_BYTES], header.part)
     assert found.check(replace(header, flags=Flags.NONE)) == header.flags
     write_headers(packets[odd : odd + 1], other.pack())
-    with pytest.raises(PacketError, match=f"rank {odd} sent a packet"):
-        found.check(header)
+    refused(PacketError, f"rank {odd} sent a packet", found.check, header)
 
 
 @given(raw=st.binary(min_size=16, max_size=16).filter(lambda raw: raw[:3] != b"TW\x03"))
 def test_other_bytes_are_no_header(raw) -> None:
-    with pytest.raises(PacketError, match="not a thinwire packet"):
-        Header.unpack(raw)
+    refused(PacketError, "not a thinwire packet", Header.unpack, raw)
 
 
 def test_steps_beyond_32_bits_wrap_and_still_match() -> None:
@@ -160,8 +159,7 @@ PACKETS = torch.zeros(2, 24, dtype=torch.uint8)
     ],
 )
 def test_what_does_not_fit_is_refused(error: type[Exception], message: str, arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(error, match=message):
-        execute(WriteHeaders(*arguments))
+    refused(error, message, execute, WriteHeaders(*arguments))
 
 
 # Codecs
@@ -300,11 +298,9 @@ def test_fp8_has_the_values_of_torch() -> None:
 
 @pytest.mark.parametrize("block_size", [0, -64, 100, 65600, 64.0, "64"])
 def test_bad_block_sizes_are_refused(block_size) -> None:
-    with pytest.raises(ValueError, match="block_size must be a multiple of 64"):
-        make_codec("sign1", block_size)
+    refused(ValueError, "block_size must be a multiple of 64", make_codec, "sign1", block_size)
 
 
 def test_unknown_codecs_are_refused() -> None:
     known = "'sign1', 'stat2', 'int4', 'fp8', 'int8', 'bf16', 'fp16' or 'none', got 'topk'"
-    with pytest.raises(ValueError, match=known):
-        make_codec("topk")
+    refused(ValueError, known, make_codec, "topk")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.refusing import refused
 from thinwire.engine.activation_checkpointing import ActivationCheckpoints, checkpoint_activations
 
 WIDTH = 7
@@ -218,8 +219,7 @@ def test_modules_are_chosen_by_class_or_name() -> None:
 )
 def test_bad_choices_name_what_is_near(modules: list[str], message: str) -> None:
     model = Model()
-    with pytest.raises(ValueError, match=message):
-        checkpoint_activations(model, modules)
+    refused(ValueError, message, checkpoint_activations, model, modules)
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
@@ -249,8 +249,7 @@ def test_hugging_face_bert() -> None:
     assert after[0] < before[0] / 2
     checkpoints.restore()
     model.bert.encoder.layer[1].gradient_checkpointing = True
-    with pytest.raises(ValueError, match="by its own gradient checkpointing"):
-        checkpoint_activations(model, ["BertLayer"])
+    refused(ValueError, "by its own gradient checkpointing", checkpoint_activations, model, ["BertLayer"])
 
 
 def test_a_cache_of_keys_and_values_is_refused() -> None:
@@ -261,8 +260,7 @@ def test_a_cache_of_keys_and_values_is_refused() -> None:
     model = transformers.LlamaForCausalLM(config).train()
     tokens = torch.randint(30, (2, 5))
     checkpoint_activations(model, ["LlamaDecoderLayer"])
-    with pytest.raises(ValueError, match="use_cache = False"):
-        model(input_ids=tokens, labels=tokens)
+    refused(ValueError, "use_cache = False", model, input_ids=tokens, labels=tokens)
     model.config.use_cache = False
     model(input_ids=tokens, labels=tokens).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

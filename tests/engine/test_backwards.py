@@ -8,6 +8,7 @@ import torch
 
 from tests.engine.tiny import MICRO, at_stages, equal, loss_of, make_engine, reference, settings, train, weights
 from tests.launching import on_threads
+from tests.refusing import refused
 from thinwire.engine import CallError, NonFiniteError
 
 
@@ -126,8 +127,7 @@ def test_a_loss_scale_that_stays() -> None:
 def test_what_is_not_finite_is_told_without_a_loss(comm) -> None:
     engine = make_engine(comm, settings(1))
     loss_of(engine, comm.rank, 0).mul(math.nan if comm.rank else 1.0).backward()
-    with pytest.raises(NonFiniteError, match="step 1: the averaged gradient is not finite"):
-        engine.step()
+    refused(NonFiniteError, "step 1: the averaged gradient is not finite", engine.step)
     assert all(math.isfinite(loss) for loss in train_plainly(engine, range(2)))
 
 
@@ -205,8 +205,7 @@ def test_every_step_may_be_the_boundary() -> None:
                 assert equal(weights(free.module), weights(told.module))
         with pytest.raises(CallError, match=r"set_gradient_accumulation_boundary\(\).*every step\(\)"):
             free.set_gradient_accumulation_boundary(True)
-        with pytest.raises(CallError, match=r"step\(\) was called without backward"):
-            free.step()
+        refused(CallError, r"step\(\) was called without backward", free.step)
         loss_of(free, comm.rank, 0).backward()
         free.step()
         assert free.global_steps == 5
@@ -233,13 +232,11 @@ def test_calls_that_cannot_come() -> None:
     engine = make_engine(None, settings(gradient_accumulation_steps=2))
     loss_of(engine, 0, 0).backward()
     engine.step()
-    with pytest.raises(CallError, match="began with a loss's own backward"):
-        engine.backward(loss_of(engine, 0, 1))
+    refused(CallError, "began with a loss's own backward", engine.backward, loss_of(engine, 0, 1))
     engine.zero_grad()
     engine.backward(loss_of(engine, 0, 0))
     engine.step()
-    with pytest.raises(AssertionError, match=r"step\(\) was called without backward"):
-        engine.step()
+    refused(AssertionError, r"step\(\) was called without backward", engine.step)
     engine.backward(loss_of(engine, 0, 1))
     with pytest.raises(CallError, match=r"set_gradient_accumulation_boundary\(\) was called between"):
         engine.set_gradient_accumulation_boundary(False)
@@ -253,7 +250,6 @@ def test_layer_drop_wants_to_know_of_the_backward() -> None:
     config = settings(progressive_layer_drop={"enabled": True, "theta": 0.5})
     engine, same = make_engine(None, config), make_engine(None, config)
     loss_of(engine, 0, 0).backward()
-    with pytest.raises(CallError, match="with progressive_layer_drop"):
-        engine.step()
+    refused(CallError, "with progressive_layer_drop", engine.step)
     engine.zero_grad()
     assert train_plainly(engine, range(1, 3), scaled=True) == train_plainly(same, range(1, 3), scaled=True)

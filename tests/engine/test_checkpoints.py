@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.engine.tiny import BF16, equal, loss_of, make_engine, make_model, settings, train, train_same_data, weights
 from tests.launching import on_threads
+from tests.refusing import refused
 from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.engine import CheckpointError
@@ -133,8 +134,7 @@ def test_parts_of_a_checkpoint(comm, tmp_path) -> None:
         other.load_checkpoint(tmp_path)
     assert other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)[0]
     sgd = make_engine(comm, settings(optimizer={"type": "SGD", "params": {"lr": 0.1}}))
-    with pytest.raises(ValueError, match="saved by AdamW"):
-        sgd.load_checkpoint(tmp_path)
+    refused(ValueError, "saved by AdamW", sgd.load_checkpoint, tmp_path)
     assert sgd.load_checkpoint(tmp_path, load_optimizer_states=False)[0]
 
 
@@ -175,8 +175,7 @@ def test_another_model_is_refused_before_anything_moves(tmp_path) -> None:
     ):
         engine = make_engine(None, settings(**precision), model=model)
         before = weights(engine.module)
-        with pytest.raises((CheckpointError, ValueError), match=message):
-            engine.load_checkpoint(tmp_path)
+        refused((CheckpointError, ValueError), message, engine.load_checkpoint, tmp_path)
         assert equal(weights(engine.module), before)
 
 
@@ -281,8 +280,7 @@ def test_a_sealed_manifest_of_other_types_is_passed_over(tmp_path) -> None:
                 (tmp_path / "newer" / "manifest.json").write_bytes(whole)
                 change(tmp_path / "newer", *keys, to=value)
             comm.barrier()
-            with pytest.raises(CheckpointError, match=r"manifest\.json .*(hold|every)"):
-                engine.load_checkpoint(tmp_path, "newer")
+            refused(CheckpointError, r"manifest\.json .*(hold|every)", engine.load_checkpoint, tmp_path, "newer")
             assert torch.equal(engine.module.mix.weight, before)
         assert engine.load_checkpoint(tmp_path)[0].endswith("older")
         assert engine.global_steps == 1
@@ -325,8 +323,7 @@ def test_what_lies_under_another_name_is_refused_before_anything_moves(tmp_path,
                 place[0],
                 to={f"{name}x"[: len(name) + (name == what)]: key for name, key in file[place[0]].items()},
             )
-        with pytest.raises(CheckpointError, match="newer"):
-            engine.load_checkpoint(tmp_path, "newer")
+        refused(CheckpointError, "newer", engine.load_checkpoint, tmp_path, "newer")
         assert equal(before, weights(engine.module)), what
         path.write_bytes(whole)
     engine.load_checkpoint(tmp_path, "newer")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from tests.launching import on_threads
+from tests.refusing import refused
 from thinwire.comm import CommunicationError, Communicator, threads
 from thinwire.engine.data import RepeatingLoader, ResumableLoader, SampleOrder
 
@@ -230,12 +231,10 @@ def test_loops_that_are_out_of_date_say_so() -> None:
     first = iter(loader)
     next(first)
     second = iter(loader)
-    with pytest.raises(RuntimeError, match="out of date"):
-        next(first)
+    refused(RuntimeError, "out of date", next, first)
     next(second)
     loader.load_state(loader.state())
-    with pytest.raises(RuntimeError, match="out of date"):
-        next(second)
+    refused(RuntimeError, "out of date", next, second)
     assert len(list(loader)) == 7
 
 
@@ -252,17 +251,14 @@ def test_loops_that_are_out_of_date_say_so() -> None:
 )
 @on_threads(3)
 def test_bad_input_is_an_error_on_every_rank(comm: Communicator, dataset, options, message) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        ResumableLoader(dataset, comm=comm, **{"micro_batch_size": 2, **options})
+    refused((TypeError, ValueError), message, ResumableLoader, dataset, comm=comm, **{"micro_batch_size": 2, **options})
     comm.barrier()
 
 
 @on_threads(2)
 def test_ranks_must_agree(comm: Communicator) -> None:
-    with pytest.raises(ValueError, match="ranks have different data loaders"):
-        ResumableLoader(Numbers(9 + comm.rank), 1, comm)
-    with pytest.raises(ValueError, match=r"rank 1 could not build|5 samples"):
-        ResumableLoader(Numbers(5 + 4 * (1 - comm.rank)), 3, comm)
+    refused(ValueError, "ranks have different data loaders", ResumableLoader, Numbers(9 + comm.rank), 1, comm)
+    refused(ValueError, r"rank 1 could not build|5 samples", ResumableLoader, Numbers(5 + 4 * (1 - comm.rank)), 3, comm)
     loader = ResumableLoader(Numbers(9), 1, comm)
     with pytest.raises(ValueError, match="ranks have different data positions"):
         loader.load_state({**loader.state(), "consumed": comm.rank})
@@ -283,8 +279,7 @@ def test_ranks_must_agree(comm: Communicator) -> None:
 def test_positions_in_another_order_are_refused(change, message) -> None:
     loader = alone(9)
     before = loader.state()
-    with pytest.raises(ValueError, match=message):
-        loader.load_state({**before, **change})
+    refused(ValueError, message, loader.load_state, {**before, **change})
     with pytest.raises(ValueError, match=r"no \['consumed'\]"):
         loader.load_state({key: value for key, value in before.items() if key != "consumed"})
     assert loader.state() == before
@@ -300,8 +295,7 @@ def test_an_error_in_the_dataset_comes_through() -> None:
         for _ in ResumableLoader(dataset, 2, comm):
             comm.barrier()
 
-    with pytest.raises((OSError, CommunicationError), match="cannot be read"):
-        threads.run(rank, 2)
+    refused((OSError, CommunicationError), "cannot be read", threads.run, rank, 2)
 
 
 def test_a_list_goes_round() -> None:
@@ -340,5 +334,4 @@ def test_a_distributed_sampler_is_told_of_epochs() -> None:
 @pytest.mark.parametrize("empty", [[], iter([1])])
 def test_no_end_and_no_batch(empty) -> None:
     repeating = RepeatingLoader(empty)
-    with pytest.raises(ValueError, match="gave no batch in a whole epoch"):
-        list(zip(repeating, range(2), strict=True))
+    refused(ValueError, "gave no batch in a whole epoch", list, zip(repeating, range(2), strict=True))

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tests.engine.tiny import MICRO, equal, loss_of, make_engine, make_model, settings, speaking, train
 from tests.launching import on_threads
+from tests.refusing import refused
 from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.engine import ConfigError
@@ -24,10 +25,8 @@ def test_a_file_and_the_command_line(tmp_path) -> None:
         assert initialize(model=make_model(), **given)[0].train_batch_size() == MICRO
     args = argparse.Namespace(deepspeed_config=None, thinwire_config=path)
     assert initialize(args, make_model())[0].train_batch_size() == MICRO
-    with pytest.raises(ConfigError, match="two configurations"):
-        initialize(args, make_model(), config=settings())
-    with pytest.raises(ConfigError, match="there is none"):
-        initialize(model=make_model())
+    refused(ConfigError, "two configurations", initialize, args, make_model(), config=settings())
+    refused(ConfigError, "there is none", initialize, model=make_model())
 
 
 def sgd(model):
@@ -228,8 +227,7 @@ def stepped(model):
 @on_threads(2)
 def test_bad_input(comm, given, error, message) -> None:
     model = make_model()
-    with pytest.raises(error, match=message):
-        initialize(**{"model": model, "config": settings(), "comm": comm} | given(model))
+    refused(error, message, initialize, **{"model": model, "config": settings(), "comm": comm} | given(model))
     comm.barrier()
 
 
@@ -247,8 +245,7 @@ def test_bad_input(comm, given, error, message) -> None:
 @on_threads(3)
 def test_ranks_that_differ(comm, given, message) -> None:
     mine = {"model": make_model(), "config": settings(), "comm": comm}
-    with pytest.raises((ValueError, TypeError), match=message):
-        initialize(**mine | (given() if comm.rank == 1 else {}))
+    refused((ValueError, TypeError), message, initialize, **mine | (given() if comm.rank == 1 else {}))
     comm.barrier()
 
 

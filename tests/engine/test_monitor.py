@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.engine.checkpoint.kill import exit_code, fork
 from tests.engine.tiny import MICRO, make_engine, settings, train
+from tests.refusing import refused
 from thinwire.comm import Communicator, threads
 from thinwire.deepspeed.monitors import (
     CsvMonitor,
@@ -199,13 +200,10 @@ def test_what_is_lacking_is_an_error_on_every_rank(tmp_path, monkeypatch) -> Non
     (tmp_path / "file").write_text("")
 
     def rank(comm: Communicator) -> None:
-        with pytest.raises((ImportError, ValueError), match="pip install tensorboard"):
-            Monitor(comm, tensorboard=tmp_path)
-        with pytest.raises((ImportError, ValueError), match="pip install wandb"):
-            make_engine(comm, settings(1, wandb={"enabled": True}))
+        refused((ImportError, ValueError), "pip install tensorboard", Monitor, comm, tensorboard=tmp_path)
+        refused((ImportError, ValueError), "pip install wandb", make_engine, comm, settings(1, wandb={"enabled": True}))
         assert not make_engine(comm, settings(1, wandb={"enabled": False, "project": "p"})).monitor.enabled
-        with pytest.raises((OSError, ValueError), match="file"):
-            Monitor(comm, csv=tmp_path / "file" / "logs")
+        refused((OSError, ValueError), "file", Monitor, comm, csv=tmp_path / "file" / "logs")
         comm.barrier()
 
     threads.run(rank, 3)
@@ -276,8 +274,7 @@ def test_a_run_that_cannot_begin_is_an_error_on_every_rank(wandb) -> None:
     wandb.refuses = wandb.errors.Error("api_key not configured")
 
     def rank(comm: Communicator) -> None:
-        with pytest.raises(ValueError, match=r"api_key not configured.*WANDB_MODE=offline"):
-            Monitor(comm, wandb=WandbConfig())
+        refused(ValueError, r"api_key not configured.*WANDB_MODE=offline", Monitor, comm, wandb=WandbConfig())
 
     threads.run(rank, 2)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.engine.tiny import BF16, at_stages, batch, equal, loss_of, make_engine, settings, train, weights
 from tests.launching import on_threads
 from tests.pairwise import pairwise
+from tests.refusing import refused
 from thinwire.engine import NonFiniteError
 from thinwire.engine.config.models import Fp16Config
 from thinwire.engine.loss_scale import DynamicLossScale, FixedLossScale, make_loss_scale
@@ -19,17 +20,13 @@ from thinwire.engine.loss_scale import DynamicLossScale, FixedLossScale, make_lo
 
 def test_calls_out_of_order() -> None:
     engine = make_engine(None, settings())
-    with pytest.raises(RuntimeError, match=r"step\(\) was called without backward"):
-        engine.step()
+    refused(RuntimeError, r"step\(\) was called without backward", engine.step)
     loss = loss_of(engine, 0, 0)
     engine.backward(loss)
-    with pytest.raises(RuntimeError, match=r"called twice without step\(\)"):
-        engine.backward(loss_of(engine, 0, 1))
+    refused(RuntimeError, r"called twice without step\(\)", engine.backward, loss_of(engine, 0, 1))
     engine.step()
-    with pytest.raises(RuntimeError, match="with this loss before"):
-        engine.backward(loss)
-    with pytest.raises(RuntimeError, match="without backward"):
-        engine.step()
+    refused(RuntimeError, "with this loss before", engine.backward, loss)
+    refused(RuntimeError, "without backward", engine.step)
     assert train(engine, range(2))
 
 
@@ -45,8 +42,7 @@ def test_calls_out_of_order() -> None:
 )
 def test_bad_losses(loss, error, message) -> None:
     engine = make_engine(None, settings())
-    with pytest.raises(error, match=message):
-        engine.backward(loss)
+    refused(error, message, engine.backward, loss)
     assert train(engine, range(1))
 
 
@@ -62,8 +58,7 @@ def test_a_loss_that_is_not_finite(comm, stage, precision, poison) -> None:
         engine.backward(loss + poison if comm.rank in (0, 2) and micro == 0 else loss)
         if micro == 0:
             engine.step()
-    with pytest.raises(NonFiniteError, match="step 4: the loss was not finite on ranks 0, 2"):
-        engine.step()
+    refused(NonFiniteError, "step 4: the loss was not finite on ranks 0, 2", engine.step)
     assert equal(weights(engine.module), before)
     assert (engine.skipped_steps, engine.was_step_applied(), engine.get_lr()) == (1, False, rates)
     assert all(parameter.grad is None for parameter in engine.module.parameters())
@@ -118,8 +113,7 @@ def test_an_overflow_at_the_smallest_scale() -> None:
         for step in range(2 if stage else 4):
             engine.backward(loss_of(engine, comm.rank, step) * (math.inf if comm.rank == 1 else 1))
             if stage and step:
-                with pytest.raises(NonFiniteError, match="smallest loss scale, 1"):
-                    engine.step()
+                refused(NonFiniteError, "smallest loss scale, 1", engine.step)
             else:
                 engine.step()
         assert equal(weights(engine.module), before)
@@ -210,8 +204,7 @@ def test_it_stops_at_the_minimum() -> None:
     scale = DynamicLossScale(6, 10, 1, 4)
     assert values(scale, "x") == [4]
     for _ in range(2):
-        with pytest.raises(NonFiniteError, match="smallest loss scale, 4"):
-            scale.update(True)
+        refused(NonFiniteError, "smallest loss scale, 4", scale.update, True)
     assert scale.value == 4
 
 
@@ -239,8 +232,7 @@ def test_a_fixed_scale_and_a_dynamic_one_take_up_each_others_checkpoints() -> No
 
 def test_a_fixed_scale_that_the_loss_cannot_hold() -> None:
     scale = FixedLossScale(65536.0)
-    with pytest.raises(ValueError, match="cannot hold the fixed loss scale 65536"):
-        scale.check(torch.float16)
+    refused(ValueError, "cannot hold the fixed loss scale 65536", scale.check, torch.float16)
     scale.check(torch.float32)
     FixedLossScale(128.0).check(torch.float16)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.tiny import FEATURES, HIDDEN, MICRO, make_engine, settings, train
+from tests.refusing import refused
 from thinwire.comm import Communicator, threads
 from thinwire.engine import reports
 from thinwire.engine.flops_profiler import FlopsProfiler, get_model_profile
@@ -194,8 +195,7 @@ def test_counts_by_module() -> None:
     profiler.end_profile()
     model(torch.ones(3, 5))
     assert profiler.flops == 0
-    with pytest.raises(RuntimeError, match="call start_profile"):
-        profiler.get_total_flops()
+    refused(RuntimeError, "call start_profile", profiler.get_total_flops)
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
 
 
@@ -242,8 +242,7 @@ def test_ignored_classes_have_no_line_and_an_error_leaves_nothing_behind() -> No
     assert profiler.get_total_flops() == 2 * (2 * 25 + 35 + 14 + 2)
     profiler.end_profile()
     model = nn.Linear(3, 2)
-    with pytest.raises(RuntimeError, match="shape"):
-        get_model_profile(model, (4, 5), warm_up=0)
+    refused(RuntimeError, "shape", get_model_profile, model, (4, 5), warm_up=0)
     assert not model._forward_hooks
     assert get_model_profile(model, (4, 3), print_profile=False, as_string=False) == (48, 24, 8)
 
@@ -273,8 +272,7 @@ def test_a_profile_of_a_model(capsys, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_profiled(given, error, message) -> None:
-    with pytest.raises(error, match=message):
-        get_model_profile(**{"model": nn.Linear(1, 1), **given})
+    refused(error, message, get_model_profile, **{"model": nn.Linear(1, 1), **given})
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -320,8 +318,7 @@ def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path)
 
     def rank(comm: Communicator) -> None:
         section = {"enabled": True, "output_file": str(tmp_path / "file" / "profile.txt")}
-        with pytest.raises((OSError, ValueError), match="file"):
-            make_engine(comm, settings(1, flops_profiler=section))
+        refused((OSError, ValueError), "file", make_engine, comm, settings(1, flops_profiler=section))
         comm.barrier()
 
     threads.run(rank, 2)

@@ -10,6 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from tests.refusing import refused
 from thinwire.engine.saved_job import load_schedule_state, schedule_state
 from thinwire.engine.schedules import (
     LRRangeTest,
@@ -232,8 +233,7 @@ def test_one_cycle_leaves_momentum_alone_when_told() -> None:
     take(optimizer, schedule, 6)
     assert optimizer.param_groups[0]["betas"] == (0.5, 0.95)
     assert schedule.get_mom() is None
-    with pytest.raises(ValueError, match="cycle_momentum=False"):
-        OneCycle(make_optimizer(1.0, kind="Adagrad"), 0.1, 0.2)
+    refused(ValueError, "cycle_momentum=False", OneCycle, make_optimizer(1.0, kind="Adagrad"), 0.1, 0.2)
 
 
 def test_groups_keep_rates_of_their_own() -> None:
@@ -340,8 +340,7 @@ def test_a_changed_configuration_takes_effect_on_resume() -> None:
     ],
 )
 def test_bad_parameters_are_told(build: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(make_optimizer(1.0, 1.0))
+    refused(ValueError, message, build, make_optimizer(1.0, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -352,6 +351,5 @@ def test_a_state_without_a_step_is_refused_and_nothing_changes(state) -> None:
     schedule = WarmupLR(optimizer, warmup_num_steps=5)
     schedule.step()
     before = schedule.state_dict(), optimizer.param_groups[0]["lr"]
-    with pytest.raises(ValueError, match="of a schedule's state must be a whole number"):
-        schedule.load_state_dict(state)
+    refused(ValueError, "of a schedule's state must be a whole number", schedule.load_state_dict, state)
     assert (schedule.state_dict(), optimizer.param_groups[0]["lr"]) == before

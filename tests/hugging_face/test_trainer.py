@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from tests.hugging_face.tiny import BATCH, KEEP_BEST, RATE, logged, make_arguments, make_model, make_samples
 from tests.optim.diloco.tower import meeting, together
+from tests.refusing import refused
 from thinwire import ElasticSampler, OneBitAdam, initialize
 from thinwire.comm import threads
 from thinwire.engine import CheckpointError, ConfigError, Engine
@@ -117,15 +118,13 @@ def test_what_an_optimizer_without_an_engine_refuses(tmp_path: Path) -> None:
         ({"fsdp": True}, "fsdp divides the model"),
         ({"accelerator_config": one_batch}, "remove it from gradient_accumulation_kwargs"),
     ):
-        with pytest.raises(ValueError, match=message):
-            make_plain(tmp_path, **changes)
+        refused(ValueError, message, make_plain, tmp_path, **changes)
     for given, message in (
         ((torch.optim.AdamW, {}), r"was given AdamW.*pass optimizer_cls_and_kwargs="),
         (None, r"optimizer_cls_and_kwargs=\(thinwire.OneBitAdam"),
         ((OneBitAdam, {"max_norm": 0.5}), r"max_grad_norm is 1.0 .* max_norm of OneBitAdam is 0.5: give both the same"),
     ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            make_plain(tmp_path, given).train()
+        refused((TypeError, ValueError), message, make_plain(tmp_path, given).train)
     with pytest.raises(TypeError, match=r"Wrong names TrainerMixin after a Trainer"):
         type("Wrong", (transformers.Trainer, TrainerMixin), {})
     optimizer, late = OneBitAdam(make_model().parameters(), stage=2), OneBitAdam(make_model().parameters())
@@ -162,8 +161,7 @@ def test_a_freeze_that_comes_too_early_is_refused_before_the_first_step(
     else:
         trainer = make_plain(tmp_path, (OneBitAdam, options), **changes)
     before = {name: one.clone() for name, one in trainer.model.state_dict().items()}
-    with pytest.raises(ValueError, match=message):
-        trainer.train()
+    refused(ValueError, message, trainer.train)
     assert trainer.state.global_step == 0
     assert all(torch.equal(one, before[name]) for name, one in trainer.model.state_dict().items())
 
@@ -181,14 +179,12 @@ def test_a_freeze_that_comes_too_early_is_refused_before_the_first_step(
     ],
 )
 def test_arguments_that_an_engine_cannot_keep(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(tmp_path, **changes)
+    refused(ValueError, message, make, tmp_path, **changes)
 
 
 def test_layers_are_recomputed_once(tmp_path: Path) -> None:
     config = ONE_BIT | {"activation_checkpointing": {"modules": ["BertLayer"]}}
-    with pytest.raises(ValueError, match="would both run layers again"):
-        make(tmp_path, config, activation_checkpointing=True)
+    refused(ValueError, "would both run layers again", make, tmp_path, config, activation_checkpointing=True)
 
 
 def test_two_optimizers_or_schedules_are_refused(tmp_path: Path) -> None:
@@ -197,8 +193,7 @@ def test_two_optimizers_or_schedules_are_refused(tmp_path: Path) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(plain, 2)
     with pytest.raises(ValueError, match="there are two optimizers"):
         make(tmp_path, options={"optimizer_cls_and_kwargs": (torch.optim.SGD, {})})
-    with pytest.raises(ValueError, match="there are two optimizers"):
-        make(tmp_path, options={"optimizers": (plain, None)})
+    refused(ValueError, "there are two optimizers", make, tmp_path, options={"optimizers": (plain, None)})
     with pytest.raises(ValueError, match="there are two schedules"):
         make(tmp_path, {"scheduler": {"type": "WarmupLR"}}, {"optimizers": (plain, schedule)})
     with pytest.raises(ValueError, match='OneBitAdam would too: name it in the configuration\'s "optimizer" section'):
@@ -211,15 +206,13 @@ def test_what_is_wrong_with_the_configuration_is_told_at_construction(tmp_path: 
     trainer = transformers.Trainer(make_model(), make_arguments(tmp_path), train_dataset=make_samples(8))
     with pytest.raises(ConfigError, match="does not go with OneBitAdam"):
         adapt(trainer, thinwire_config=ONE_BIT | {"zero_optimization": {"stage": 3}})
-    with pytest.raises(TypeError, match="pass thinwire_config where it is built"):
-        adapt(make(tmp_path), thinwire_config=ONE_BIT)
+    refused(TypeError, "pass thinwire_config where it is built", adapt, make(tmp_path), thinwire_config=ONE_BIT)
 
 
 def test_steps_that_only_the_data_tell_are_held_against_the_file(tmp_path: Path) -> None:
     config = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100, "warmup_num_steps": "auto"}}}
     trainer = make(tmp_path, config, num_train_epochs=2, max_steps=-1)
-    with pytest.raises(ConfigError, match=r'"scheduler.params.total_num_steps" is 100, .* 16'):
-        trainer.train()
+    refused(ConfigError, r'"scheduler.params.total_num_steps" is 100, .* 16', trainer.train)
 
 
 def test_fp16_skips_and_the_schedule_waits(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.refusing import refused
 from thinwire.inference import QueueClosedError, QueueFullError, prepare
 from thinwire.inference.preparation import growing_cache
 from thinwire.inference.quantized import Int8Linear, WeightOnlyLinear
@@ -112,8 +113,7 @@ def test_compiled_layers_answer_alike_whatever_the_lengths(monkeypatch) -> None:
         prepared.model.bert.encoder.layer[0].attention.self.value.weight.zero_()
     torch.testing.assert_close(copied(input_ids=tokens).logits, plain(input_ids=tokens).logits, rtol=1e-4, atol=1e-5)
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
-    with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler, and none was found"):
-        prepare(plain, compile=True)
+    refused(RuntimeError, r"needs a C\+\+ compiler, and none was found", prepare, plain, compile=True)
 
 
 def test_torchs_own_attention_keeps_the_weights_that_it_reads() -> None:
@@ -182,8 +182,7 @@ def test_a_model_that_fails_answers_with_its_error() -> None:
 
     with prepare(Fails()).queue(max_tokens=2, wait=0.0) as queue:
         bad, good = queue.submit([7]), queue.submit([3, 4])
-        with pytest.raises(ZeroDivisionError, match="seven"):
-            bad.result(timeout=60)
+        refused(ZeroDivisionError, "seven", bad.result, timeout=60)
         assert good.result(timeout=60)["output"].tolist() == [7.0]
 
 
@@ -200,16 +199,14 @@ def test_a_queue_that_is_full_or_closed() -> None:
     first = queue.submit([1])
     assert begun.wait(60)
     others = [queue.submit([2]), queue.submit([3])]
-    with pytest.raises(QueueFullError, match="2 requests wait"):
-        queue.submit([4])
+    refused(QueueFullError, "2 requests wait", queue.submit, [4])
     assert others[1].cancel()
     go.set()
     queue.close()
     queue.close()
     assert first.result(timeout=0)["output"].tolist() == [1.0]
     assert others[0].result(timeout=0)["output"].tolist() == [2.0]
-    with pytest.raises(QueueClosedError, match="closed"):
-        queue.submit([5])
+    refused(QueueClosedError, "closed", queue.submit, [5])
 
 
 def test_bad_input(tmp_path, monkeypatch) -> None:
@@ -220,19 +217,14 @@ def test_bad_input(tmp_path, monkeypatch) -> None:
         prepare(bert(), quantize="int4")
     with pytest.raises(ValueError, match=r"for torch\.float32 on CPUs, got torch\.bfloat16 on cpu"):
         prepare(bert(), torch.bfloat16, "int8-dynamic")
-    with pytest.raises(ValueError, match="ReLU has no linear layer"):
-        prepare(nn.ReLU(), quantize="int8-dynamic")
-    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
-        prepare(tmp_path)
+    refused(ValueError, "ReLU has no linear layer", prepare, nn.ReLU(), quantize="int8-dynamic")
+    refused(FileNotFoundError, r"has no config\.json", prepare, tmp_path)
     with pytest.raises(ValueError, match=r"tensor_parallel=2, and torch\.distributed has no process group"):
         prepare(bert(), tensor_parallel=2)
     with pytest.raises(ValueError, match="tensor_parallel=2 does not go with quantize"):
         prepare(bert(), quantize="int8-dynamic", tensor_parallel=2)
-    with pytest.raises(ValueError, match="max_tokens is 0, expected at least 1"):
-        prepare(bert()).queue(max_tokens=0)
+    refused(ValueError, "max_tokens is 0, expected at least 1", prepare(bert()).queue, max_tokens=0)
     with prepare(bert()).queue() as queue:
-        with pytest.raises(ValueError, match="a request of 49 tokens, and the model reads 48"):
-            queue.submit([1] * 49)
+        refused(ValueError, "a request of 49 tokens, and the model reads 48", queue.submit, [1] * 49)
         for tokens in ([], [[1]], [0.5]):
-            with pytest.raises(ValueError, match="expected token numbers"):
-                queue.submit(tokens)
+            refused(ValueError, "expected token numbers", queue.submit, tokens)

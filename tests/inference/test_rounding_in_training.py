@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.refusing import refused
 from thinwire.inference import convert, prepare, prepare_qat
 from thinwire.inference.rounding_in_training import undo_qat
 
@@ -96,11 +97,8 @@ def test_training_with_4_bits_loses_less_than_rounding_afterwards() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(ValueError, match="quantize is 'int3', expected 'int8-dynamic', 'int8', 'int4'"):
-        prepare_qat(network(0), "int3")
-    with pytest.raises(ValueError, match="ReLU has no linear layer that int8 takes"):
-        prepare_qat(nn.ReLU(), "int8")
+    refused(ValueError, "quantize is 'int3', expected 'int8-dynamic', 'int8', 'int4'", prepare_qat, network(0), "int3")
+    refused(ValueError, "ReLU has no linear layer that int8 takes", prepare_qat, nn.ReLU(), "int8")
     with pytest.raises(ValueError, match="Sequential rounds to int8 already: convert it first"):
         prepare_qat(prepare_qat(network(0), "int8"), "int4")
-    with pytest.raises(ValueError, match="does not round: give what prepare_qat returned"):
-        convert(network(0))
+    refused(ValueError, "does not round: give what prepare_qat returned", convert, network(0))

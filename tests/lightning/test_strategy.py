@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from tests.launching import Jobs
 from tests.lightning.tiny import BATCH, RATE, flat, loss_of, make_module_class, make_trainer
 from tests.optim.diloco.tower import meeting, together
+from tests.refusing import refused
 from thinwire import OneBitAdam
 
 __all__ = ["meeting"]
@@ -90,8 +91,7 @@ def test_the_standalone_package(standalone: ModuleType, tmp_path: Path) -> None:
         (compressed, 2, r"freeze_step=2 .* too few of 16 steps.* Give freeze_step=4 or later"),
     ):
         module = kind(build)
-        with pytest.raises(ValueError, match=message):
-            make_trainer(standalone, tmp_path, devices=1, max_epochs=epochs).fit(module)
+        refused(ValueError, message, make_trainer(standalone, tmp_path, devices=1, max_epochs=epochs).fit, module)
         assert module.losses == []
 
     class ClipsBySelf(kind):  # type: ignore[misc, valid-type]
@@ -113,8 +113,7 @@ def test_the_standalone_package(standalone: ModuleType, tmp_path: Path) -> None:
         resumed = kind(compressed, batches=4)
         trainer = make_trainer(standalone, tmp_path, devices=1, max_epochs=2)
         if build is torchs:
-            with pytest.raises(ValueError, match=r"it is not from OneBitAdam"):
-                trainer.fit(resumed, ckpt_path=tmp_path / "other.ckpt")
+            refused(ValueError, r"it is not from OneBitAdam", trainer.fit, resumed, ckpt_path=tmp_path / "other.ckpt")
             continue
         trainer.fit(resumed, ckpt_path=tmp_path / "other.ckpt")
         assert trainer.optimizers[0].steps == 8
@@ -242,8 +241,7 @@ def test_an_older_state_goes_last(strategy: ModuleType, optimizer: OneBitAdam, t
     files.remove(but=["00000001"])
     files.load(optimizer, new)
     assert optimizer.param_groups[0]["lr"] == 0.5
-    with pytest.raises(RuntimeError, match=r"copy both. The weights alone load with load_from_checkpoint"):
-        files.load(optimizer, old)
+    refused(RuntimeError, r"copy both. The weights alone load with load_from_checkpoint", files.load, optimizer, old)
     files.remove()
     assert [path.name for path in (tmp_path / "thinwire").glob("*.ckpt.*")] == ["other.ckpt.00000002.0"]
     assert strategy.CheckpointFiles.has_state(new)

@@ -10,6 +10,7 @@ from torch import nn
 import thinwire
 from tests.launching import on_threads
 from tests.optim.training import loss_of, make_model, make_optimizer, train
+from tests.refusing import refused
 from thinwire.comm import CommunicationError, Communicator, LoggedCommunicator, OperationLog, threads
 from thinwire.optim import CapturedStep
 from thinwire.optim.adam import Adam
@@ -85,8 +86,7 @@ def test_options_that_differ_between_ranks_are_told_on_every_rank(comm, name: st
 def test_a_bad_group_is_refused_and_not_kept(comm, group, message) -> None:
     model = make_model()
     optimizer = make_optimizer(model[:2], comm)
-    with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group({"params": [model[2].weight]} | group)
+    refused(ValueError, message, optimizer.add_param_group, {"params": [model[2].weight]} | group)
     optimizer.add_param_group({"params": [model[2].weight]})
     assert len(optimizer.param_groups) == 2
 
@@ -103,15 +103,13 @@ def test_masks_that_differ_between_ranks_are_an_error(comm) -> None:
 def test_sparse_gradients_are_refused(comm) -> None:
     embedding = nn.Embedding(10, 4, sparse=True)
     optimizer = make_optimizer(embedding, comm)
-    with pytest.raises(ValueError, match=r"has a sparse gradient.*sparse=False"):
-        embedding(torch.tensor([1, 2])).sum().backward()
+    refused(ValueError, r"has a sparse gradient.*sparse=False", embedding(torch.tensor([1, 2])).sum().backward)
     assert not optimizer.frozen
 
 
 def test_what_a_frozen_stage_cannot_do_is_refused() -> None:
     weight = nn.Parameter(torch.ones(4, 3))
-    with pytest.raises(ValueError, match="no maximize"):
-        thinwire.OneBitAdam([{"params": [weight], "maximize": True}], stage=1)
+    refused(ValueError, "no maximize", thinwire.OneBitAdam, [{"params": [weight], "maximize": True}], stage=1)
     with pytest.raises(ValueError, match=r"exp_avg_mask of shape \(4, 2\) does not broadcast"):
         thinwire.OneBitAdam([{"params": [weight], "exp_avg_mask": torch.ones(4, 2)}], stage=1)
     with pytest.raises(ValueError, match="reversible=False does not go with max_norm"):
@@ -158,8 +156,7 @@ def test_unfreezing_a_parameter_on_one_rank_only_is_an_error_on_every_rank(comm)
 )
 def test_other_optimizers_are_refused(build: Callable[[Any], Any], says: str) -> None:
     optimizer = build(nn.Linear(3, 2).parameters())
-    with pytest.raises(TypeError, match=says):
-        CapturedStep(optimizer, lambda: None)
+    refused(TypeError, says, CapturedStep, optimizer, lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -171,17 +168,14 @@ def test_other_optimizers_are_refused(build: Callable[[Any], Any], says: str) ->
     ],
 )
 def test_steps_that_differ_every_time_are_refused(algorithm: Any, by_node: bool, clips: bool, says: str) -> None:
-    with pytest.raises(TypeError, match=says):
-        check_can_be_captured("OneBit", algorithm, by_node, clips)
+    refused(TypeError, says, check_can_be_captured, "OneBit", algorithm, by_node, clips)
 
 
 def test_the_host_takes_no_part_in_captured_collectives() -> None:
     def body(comm: Communicator) -> None:
-        with pytest.raises(ValueError, match="collectives over threads cannot be captured"):
-            CudaGraphs.check(comm)
+        refused(ValueError, "collectives over threads cannot be captured", CudaGraphs.check, comm)
 
     threads.run(body, 2)
     alone = threads.single(10.0)
     CudaGraphs.check(alone)
-    with pytest.raises(ValueError, match="whose times are logged"):
-        CudaGraphs.check(LoggedCommunicator(alone, OperationLog()))
+    refused(ValueError, "whose times are logged", CudaGraphs.check, LoggedCommunicator(alone, OperationLog()))

@@ -10,6 +10,7 @@ import transformers
 
 from experiments.tasks.models import build_bert
 from experiments.tasks.sizes import SIZES as BERT_SIZES
+from tests.refusing import refused
 from thinwire.plan import Activations, Matrices, PlanError, named_model, plain_model
 from thinwire.plan.models import FAMILIES, MODELS, built_model, model_of
 
@@ -176,16 +177,13 @@ def test_other_families_are_built_by_transformers(tmp_path: Path) -> None:
 def test_what_is_no_configuration(tmp_path: Path, content: str, told: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(content)
-    with pytest.raises(PlanError, match=told):
-        named_model(str(path))
+    refused(PlanError, told, named_model, str(path))
 
 
 def test_an_unknown_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(PlanError, match=r"Did you mean bert-large.*340M.*hf download ORGANISATION/bert-lage"):
-        named_model("bert-lage")
-    with pytest.raises(PlanError, match="cannot be read: No such file"):
-        named_model(str(tmp_path / "none.json"))
+    refused(PlanError, r"Did you mean bert-large.*340M.*hf download ORGANISATION/bert-lage", named_model, "bert-lage")
+    refused(PlanError, "cannot be read: No such file", named_model, str(tmp_path / "none.json"))
 
 
 def test_transformers_is_asked_for_other_families_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

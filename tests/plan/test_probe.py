@@ -163,8 +163,7 @@ def test_uneven_nodes_are_refused_on_every_rank(monkeypatch) -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
 def test_no_time_is_refused(seconds: float) -> None:
-    with pytest.raises(PlanError, match="the seconds of a probe must be a number above 0"):
-        probe(threads.single(10.0), seconds)
+    refused(PlanError, "the seconds of a probe must be a number above 0", probe, threads.single(10.0), seconds)
 
 
 # Lines through measurements, some of which were disturbed
@@ -209,8 +208,7 @@ def test_a_shaper_s_burst_does_not_hide_its_rate() -> None:
     ("amounts", "seconds"), [([], []), ([1.0], [1.0]), ([2.0, 2.0], [1.0, 1.0]), ([0.0, 1.0], [1.0, 2.0])]
 )
 def test_too_little(amounts, seconds) -> None:
-    with pytest.raises(ValueError, match="two different amounts"):
-        fit_line(amounts, seconds)
+    refused(ValueError, "two different amounts", fit_line, amounts, seconds)
 
 
 RATES = Processor(memory=2e10, encode=1e9, decode=2e9, average=3e9, adam=1e8, overlap=0.5)
@@ -319,18 +317,14 @@ def test_another_file_is_refused(tmp_path: Path, change: dict[str, Any], told: s
     path = tmp_path / "calibration.json"
     save_calibration(calibration(), path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(PlanError, match=f"{path} is no calibration of thinwire probe: .*{told}"):
-        load_calibration(path)
+    refused(PlanError, f"{path} is no calibration of thinwire probe: .*{told}", load_calibration, path)
 
 
 def test_no_file_and_no_json(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="cannot be read: No such file"):
-        load_calibration(tmp_path / "none.json")
-    with pytest.raises(PlanError, match="cannot be read: Is a directory"):
-        load_calibration(tmp_path)
+    refused(PlanError, "cannot be read: No such file", load_calibration, tmp_path / "none.json")
+    refused(PlanError, "cannot be read: Is a directory", load_calibration, tmp_path)
     (tmp_path / "bytes").write_bytes(b"\xff\x00")
-    with pytest.raises(PlanError, match="is no calibration"):
-        load_calibration(tmp_path / "bytes")
+    refused(PlanError, "is no calibration", load_calibration, tmp_path / "bytes")
 
 
 # As for torchrun: a process group, DDP, two micro-batches a step, a sleep in forward, and work left to do afterwards.
@@ -383,8 +377,7 @@ def test_a_script_that_fails(tmp_path: Path, warm: None) -> None:
 def test_a_script_that_takes_too_long_or_is_not_there(tmp_path: Path, warm: None) -> None:
     script = tmp_path / "train.py"
     script.write_text("import time; time.sleep(600)")
-    with pytest.raises(PlanError, match=r"did not make 6 steps in 1 s: give --measure-limit"):
-        measure_script(script, 3, 1.0)
+    refused(PlanError, r"did not make 6 steps in 1 s: give --measure-limit", measure_script, script, 3, 1.0)
     with pytest.raises(PlanError, match=r"--measure /nowhere/train\.py: there is no such file"):
         measure_script(Path("/nowhere/train.py"), 3, 1.0)
 

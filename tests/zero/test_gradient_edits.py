@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import thinwire
 from tests.launching import on_threads
 from tests.optim.training import loss_of, make_model, weights
+from tests.refusing import refused
 from thinwire.comm import Communicator, threads
 from thinwire.zero import ShardedOptimizer
 
@@ -89,8 +90,7 @@ def test_an_edit_after_backward_takes_effect_or_is_refused(comm: Communicator, c
         edit(model[0].weight.grad)
         optimizer.step()
 
-    with pytest.raises(RuntimeError, match=r"was changed or dropped between|has left for its owner|numpy"):
-        edit_and_step()
+    refused(RuntimeError, r"was changed or dropped between|has left for its owner|numpy", edit_and_step)
 
 
 @pytest.mark.parametrize("leaves_version", [True, False])
@@ -145,8 +145,7 @@ def test_an_edit_within_backward_behind_the_optimizers_hook_is_refused(
             queue(lambda: parameter.grad.mul_(2.0))
 
     weight.register_post_accumulate_grad_hook(edit)
-    with pytest.raises(RuntimeError, match=r"0.*was changed or dropped|has left for its owner"):
-        loss_of(model, comm.rank, 50).backward()
+    refused(RuntimeError, r"0.*was changed or dropped|has left for its owner", loss_of(model, comm.rank, 50).backward)
     optimizer.zero_grad()
 
 
@@ -183,8 +182,7 @@ def test_without_zero_grad_gradients_add_up_or_the_backward_is_refused(comm: Com
     loss_of(model, comm.rank, 50).backward()
     optimizer.step()
     if case.stage > 0:
-        with pytest.raises(RuntimeError, match=OVER):
-            loss_of(model, comm.rank, 51).backward()
+        refused(RuntimeError, OVER, loss_of(model, comm.rank, 51).backward)
         return
     loss_of(other, comm.rank, 50).backward()
     plain.step()
@@ -208,8 +206,7 @@ def test_a_second_step_takes_the_gradients_again_or_is_refused(comm: Communicato
     optimizer.step()
     before = weights(model)
     if case.stage > 0:
-        with pytest.raises(RuntimeError, match=OVER):
-            optimizer.step()
+        refused(RuntimeError, OVER, optimizer.step)
         return
     optimizer.step()
     assert not torch.equal(weights(model), before)
@@ -275,8 +272,7 @@ def test_a_model_is_moved_after_a_step_whose_gradients_have_left(comm: Communica
     model, optimizer = begun(comm, Case("sharded", 2))
     loss_of(model, comm.rank, 50).backward()
     for use in (lambda: model.share_memory(), lambda: torch.from_dlpack(model[2].weight.grad)):
-        with pytest.raises(RuntimeError, match="has left for its owner"):
-            use()
+        refused(RuntimeError, "has left for its owner", use)
     optimizer.step()
     model.double()
     assert model[0].weight.dtype == torch.float64
@@ -314,8 +310,7 @@ def test_groups_are_those_that_the_optimizer_has_now(comm: Communicator, case: C
     optimizer.zero_grad()
     optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
     loss_of(model, comm.rank, 51).backward()
-    with pytest.raises(RuntimeError, match=r"param_groups hold more or fewer.*requires_grad to False"):
-        optimizer.step()
+    refused(RuntimeError, r"param_groups hold more or fewer.*requires_grad to False", optimizer.step)
 
 
 @every_case
@@ -324,8 +319,7 @@ def test_a_second_optimizer_over_the_same_parameters_ends_the_first(comm: Commun
     model, optimizer = begun(comm, case)
     second = build(comm, model, case.kind, case.stage)
     loss_of(model, comm.rank, 50).backward()
-    with pytest.raises(RuntimeError, match="another optimizer of thinwire was built over parameters of this"):
-        optimizer.step()
+    refused(RuntimeError, "another optimizer of thinwire was built over parameters of this", optimizer.step)
     second.step()
     assert second.last_step.applied
 

@@ -401,8 +401,7 @@ def test_a_rank_that_has_lost_step_with_its_node_is_told_by_all_nodes(comm: Comm
     iterate(model, optimizer, 0)
     if comm.rank == 3:
         optimizer._home.rounded[0]._starts += 1
-    with pytest.raises(PacketError, match="lost step"):
-        iterate(model, optimizer, 1)
+    refused(PacketError, "lost step", iterate, model, optimizer, 1)
 
 
 @on_threads(2)

@@ -26,6 +26,7 @@ from tests.compress.kernels.body import (
     same,
     uninitialised_packets,
 )
+from tests.refusing import refused
 from thinwire.compress.codecs import scales
 from thinwire.compress.kernels import loading
 from thinwire.compress.kernels.calls import Decode, Encode
@@ -272,8 +273,7 @@ class TestCalls:
             (ValueError, "new_residual must be a contiguous vector of 384", payload, None, *rest, new[1:]),
         ):
             before = packets.clone()
-            with pytest.raises(kind, match=match):
-                execute(Encode(codec, *arguments))
+            refused(kind, match, execute, Encode(codec, *arguments))
             assert torch.equal(packets, before)
         packets, output, _, _ = arguments_of(codec, "decode")
         for kind, match, *arguments in (
@@ -281,8 +281,7 @@ class TestCalls:
             (ValueError, "numel is 129", output[:128], 129, size, True),
             (ValueError, "rows of", output, 128, size, True),
         ):
-            with pytest.raises(kind, match=match):
-                execute(Decode(codec, packets, *arguments))
+            refused(kind, match, execute, Decode(codec, packets, *arguments))
 
 
 @pytest.mark.skipif(not emulation.COMPILER, reason="g++ is not installed")
@@ -330,8 +329,7 @@ def test_the_reference_divides_alike_on_gpus(codec: str, rows: int) -> None:
 
 
 def test_unknown_codecs_are_refused() -> None:
-    with pytest.raises(ValueError, match="'sign2': choose one of sign1, stat2, int4, fp8, int8"):
-        packet_bytes("sign2", 64, 64)
+    refused(ValueError, "'sign2': choose one of sign1, stat2, int4, fp8, int8", packet_bytes, "sign2", 64, 64)
     with pytest.raises(ValueError, match="'sign2'"):
         execute(Decode("sign2", torch.empty(1, 28, dtype=torch.uint8), torch.empty(64), 64, 64))
 

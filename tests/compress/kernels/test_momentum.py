@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.compress.kernels import emulation
 from tests.compress.kernels.body import BACKENDS, REFERENCE, uninitialised_packets
 from tests.compress.kernels.bucket_body import assert_same
+from tests.refusing import refused
 from thinwire.compress.kernels import bucket_reference, buckets, reference
 from thinwire.compress.kernels.bucket_reference import write_packed_payload
 from thinwire.compress.kernels.buckets import MovePacked, PackedState, Segments
@@ -198,8 +199,7 @@ def test_bad_arguments(changes: dict[str, Any], kind: type[Exception], match: st
     tensors |= {name: value for name, value in changes.items() if name in tensors}
     before = weights.clone()
     state = buckets.PackedState(**tensors, shard=128, numel=384, block_size=64)
-    with pytest.raises(kind, match=match):
-        execute(buckets.MovePacked(state, Segments([(0, 384)]), **given))
+    refused(kind, match, execute, buckets.MovePacked(state, Segments([(0, 384)]), **given))
     assert torch.equal(weights, before)
 
 
@@ -305,10 +305,8 @@ def test_what_does_not_fit_is_refused() -> None:
     values = torch.zeros(4)
     with pytest.raises(TypeError, match="values must be fp32"):
         execute(StoreRounded(torch.zeros(4), torch.zeros(4, dtype=torch.float64), 0))
-    with pytest.raises(ValueError, match="vectors of one size"):
-        execute(StoreRounded(torch.zeros(5, dtype=torch.bfloat16), values, 0))
-    with pytest.raises(ValueError, match="contiguous"):
-        execute(StoreRounded(torch.zeros(8, dtype=torch.bfloat16)[::2], values, 0))
+    refused(ValueError, "vectors of one size", execute, StoreRounded(torch.zeros(5, dtype=torch.bfloat16), values, 0))
+    refused(ValueError, "contiguous", execute, StoreRounded(torch.zeros(8, dtype=torch.bfloat16)[::2], values, 0))
 
 
 def neighbours() -> torch.Tensor:

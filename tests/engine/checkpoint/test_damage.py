@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from tests.engine.checkpoint.jobs import Values, alone, load, opened, save, tags
 from tests.launching import on_threads
 from tests.pairwise import each_once, pairwise
+from tests.refusing import refused
 from thinwire.comm import Communicator, threads
 from thinwire.command_line import main
 from thinwire.engine.checkpoint import manifest
@@ -179,8 +180,7 @@ def test_a_model_changed_since_the_save_is_refused_on_every_rank(
 
     def work(comm: Communicator) -> None:
         for tag in (None, "step-2"):
-            with pytest.raises(CheckpointError, match=complaint):
-                CheckpointStore(two[0], comm).load(tag, changed)
+            refused(CheckpointError, complaint, CheckpointStore(two[0], comm).load, tag, changed)
 
     threads.run(work, 3)
 
@@ -190,8 +190,7 @@ def test_a_model_that_one_rank_has_otherwise_is_refused_on_every_rank(
     comm: Communicator, two: tuple[Path, Values, Values]
 ) -> None:
     description = two[2].model if comm.rank else ModelDescription({})
-    with pytest.raises(CheckpointError, match="not in this model"):
-        CheckpointStore(two[0], comm).load(description=description)
+    refused(CheckpointError, "not in this model", CheckpointStore(two[0], comm).load, description=description)
 
 
 @pytest.mark.parametrize(
@@ -212,8 +211,7 @@ def test_slices_with_gaps_or_overlaps_are_not_published(
 
     def work(comm: Communicator) -> None:
         own = [SavedSlice("weight", "w", start, flat[start:stop]) for start, stop in starts[comm.rank :: 2]]
-        with pytest.raises(ValueError, match=complaint):
-            CheckpointStore(tmp_path, comm).save("x", Snapshot(own, model))
+        refused(ValueError, complaint, CheckpointStore(tmp_path, comm).save, "x", Snapshot(own, model))
         assert CheckpointStore(tmp_path, comm).load() is None
 
     threads.run(work, 2)
@@ -261,8 +259,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path, name: str, put: object) -> 
 def test_a_manifest_of_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "_MOST_BYTES", 100)
     save(tmp_path, ("a", Values(1, 1)))
-    with pytest.raises(CheckpointError, match=r"manifest.json cannot be read: it is longer than the 100 bytes"):
-        opened(tmp_path)
+    refused(CheckpointError, r"manifest.json cannot be read: it is longer than the 100 bytes", opened, tmp_path)
 
 
 def test_a_link_in_the_place_of_a_new_file_is_not_written_through(tmp_path: Path) -> None:
@@ -343,8 +340,7 @@ def test_a_folder_of_pickles_is_refused_on_every_rank(tmp_path: Path, name: str,
 def test_a_pickle_offered_as_the_folder_or_the_tag_is_refused(tmp_path: Path, name: str) -> None:
     write_bomb(tmp_path / name)
     for folder, tag in ((tmp_path / name, None), (tmp_path, name)):
-        with pytest.raises(CheckpointError, match="a pickle"):
-            alone(folder).load(tag)
+        refused(CheckpointError, "a pickle", alone(folder).load, tag)
 
 
 def test_other_files_are_not_taken_for_pickles(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from tests.engine.checkpoint.jobs import Values, alone, load, missing, opened, save, tags
 from tests.launching import on_threads
+from tests.refusing import refused
 from thinwire.comm import Communicator, threads
 from thinwire.engine.checkpoint import store
 from thinwire.engine.checkpoint.manifest import ModelDescription, RankFile
@@ -23,10 +24,8 @@ def test_a_folder_without_checkpoints_gives_none(tmp_path: Path) -> None:
     (tmp_path / "logs" / "events.csv").write_text("1")
     for folder in (tmp_path, tmp_path / "nothing"):
         assert threads.run(lambda comm, folder=folder: CheckpointStore(folder, comm).load(), 2) == [None, None]
-    with pytest.raises(ValueError, match="keep must be at least 2"):
-        alone(tmp_path, keep=1)
-    with pytest.raises(CheckpointError, match=r"'step-1' .* none of that name"):
-        alone(tmp_path).load("step-1")
+    refused(ValueError, "keep must be at least 2", alone, tmp_path, keep=1)
+    refused(CheckpointError, r"'step-1' .* none of that name", alone(tmp_path).load, "step-1")
 
 
 @pytest.mark.parametrize("keep", [2, 3])
@@ -181,8 +180,7 @@ def test_a_rank_that_fails_otherwise_fails_all(tmp_path: Path, monkeypatch: pyte
     def work(comm: Communicator) -> None:
         checkpoints = CheckpointStore(tmp_path, comm, asynchronous=True)
         assert checkpoints.save("a", Values(1, 3).snapshot(comm.rank))
-        with pytest.raises((RuntimeError, ValueError), match="the GPU is gone"):
-            checkpoints.wait()
+        refused((RuntimeError, ValueError), "the GPU is gone", checkpoints.wait)
 
     threads.run(work, 3)
     assert tags(tmp_path) == []
@@ -218,10 +216,8 @@ def test_older_ones_that_cannot_be_removed_do_not_undo_the_save(
 def test_tags_that_are_no_names_are_refused(tmp_path: Path, tag: str) -> None:
     def work(comm: Communicator) -> None:
         checkpoints = CheckpointStore(tmp_path, comm)
-        with pytest.raises(ValueError, match="cannot be a checkpoint's tag"):
-            checkpoints.save(tag, Values(1, 2).snapshot(comm.rank))
-        with pytest.raises(CheckpointError, match="cannot be a checkpoint's tag"):
-            checkpoints.load(tag)
+        refused(ValueError, "cannot be a checkpoint's tag", checkpoints.save, tag, Values(1, 2).snapshot(comm.rank))
+        refused(CheckpointError, "cannot be a checkpoint's tag", checkpoints.load, tag)
 
     threads.run(work, 2)
     assert tags(tmp_path) == []
@@ -253,8 +249,7 @@ def test_a_snapshot_that_could_not_be_loaded_is_refused_on_every_rank(
 ) -> None:
     def work(comm: Communicator) -> None:
         own = snapshot if comm.rank == 1 else Snapshot([], MODEL)
-        with pytest.raises((ValueError, TypeError), match=complaint):
-            CheckpointStore(tmp_path, comm).save("x", own)
+        refused((ValueError, TypeError), complaint, CheckpointStore(tmp_path, comm).save, "x", own)
 
     threads.run(work, 3)
     assert tags(tmp_path) == []
@@ -267,8 +262,7 @@ def test_ranks_that_do_different_things_are_told(comm: Communicator, tmp_path: P
         checkpoints.save("ab"[comm.rank], Snapshot([], ModelDescription({})))
     with pytest.raises(ValueError, match="rank 1 saves another model"):
         checkpoints.save("a", Snapshot([], MODEL if comm.rank else ModelDescription({})))
-    with pytest.raises(ValueError, match="rank 1 loads tag None, rank 0 tag 'a'"):
-        checkpoints.load("a" if comm.rank == 0 else None)
+    refused(ValueError, "rank 1 loads tag None, rank 0 tag 'a'", checkpoints.load, "a" if comm.rank == 0 else None)
 
 
 def test_what_is_in_the_way_is_not_removed(tmp_path: Path) -> None:
@@ -280,8 +274,7 @@ def test_what_is_in_the_way_is_not_removed(tmp_path: Path) -> None:
             CheckpointStore(tmp_path, comm).save("logs", Snapshot([], ModelDescription({})))
         with pytest.raises(ValueError, match="not a folder"):
             CheckpointStore(tmp_path / "file", comm).save("a", Snapshot([], ModelDescription({})))
-        with pytest.raises(CheckpointError, match="a file: give the folder"):
-            CheckpointStore(tmp_path / "file", comm).load()
+        refused(CheckpointError, "a file: give the folder", CheckpointStore(tmp_path / "file", comm).load)
 
     threads.run(work, 2)
 
@@ -293,8 +286,7 @@ def test_a_folder_or_checkpoint_that_another_rank_does_not_see(tmp_path: Path) -
         store = CheckpointStore(tmp_path / str(comm.rank), comm)
         with pytest.raises(CheckpointError, match=r"rank 1 does not see .* all ranks share"):
             store.save("a", Snapshot([], ModelDescription({})))
-        with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
-            store.load()
+        refused(CheckpointError, r"manifest\.json is missing", store.load)
 
     threads.run(work, 2)
 

@@ -12,6 +12,7 @@ import thinwire
 from tests.launching import on_threads
 from tests.optim.adam.reference import ReferenceOneBitAdam
 from tests.optim.training import loss_of, make_model, make_optimizer, through_a_file, train, weights
+from tests.refusing import refused
 from thinwire.comm import Communicator, threads
 from thinwire.compress.kernels.adam import AdamFactors, AdamStep, plain_adam_step
 from thinwire.compress.packet_layout import CodecName
@@ -182,8 +183,7 @@ def test_an_overflow_that_other_ranks_scalers_cannot_see_is_an_error_on_every_ra
     before = weights(model).clone()
     loss = model[:2](torch.randn(4, 6)).sum() * (float("inf") if comm.rank == 1 else 1.0)
     scaler.scale(loss).backward()
-    with pytest.raises(RuntimeError, match=r"overflowed on ranks \[1\].*took no part in"):
-        scaler.step(optimizer)
+    refused(RuntimeError, r"overflowed on ranks \[1\].*took no part in", scaler.step, optimizer)
     assert torch.equal(before, weights(model))
 
 
@@ -214,8 +214,7 @@ def test_unscaling_before_step_is_an_error_that_says_what_to_do(comm) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model, comm.rank, 0)).backward()
     scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) was called.*delete the call"):
-        scaler.step(optimizer)
+    refused(RuntimeError, r"unscale_\(\) was called.*delete the call", scaler.step, optimizer)
 
 
 @on_threads(2)
@@ -255,8 +254,7 @@ def test_a_state_that_cannot_be_ours_is_refused_and_nothing_changes(comm, change
         state["thinwire"]["seal"] = seal(state)  # as if it had been saved so
     twin = make_model()
     twin.load_state_dict(model.state_dict())
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(state)
+    refused(ValueError, message, optimizer.load_state_dict, state)
     before = weights(model).clone()
     train(model, optimizer, range(15, 18))
     assert optimizer.frozen

@@ -27,6 +27,7 @@ from tests.optim.diloco.tower import (
     streaming,
     train,
 )
+from tests.refusing import refused
 from thinwire.comm import CommunicationError, Communicator, Elastic, threads
 from thinwire.optim.diloco.fragments import (
     Correlation,
@@ -217,8 +218,7 @@ def test_state_that_cannot_be_shared_is_an_error_on_every_rank(
     optimizer = make(comm, model, torch.optim.AdamW if inner == "apart" else inner, **options)
     if inner == "apart" and comm.rank == 1:
         optimizer.register_step_pre_hook(lambda *_: model.last.zero_grad())
-    with pytest.raises((ValueError, CommunicationError), match=message):
-        train(model, optimizer, 1, 20)
+    refused((ValueError, CommunicationError), message, train, model, optimizer, 1, 20)
 
 
 def test_a_quasi_hyperbolic_momentum_outlives_the_interval() -> None:
@@ -285,8 +285,7 @@ def test_every_element_is_in_one_fragment_once(count: int) -> None:
 
 
 def test_frozen_layers_are_none() -> None:
-    with pytest.raises(ValueError, match="fragments=3 for 2 layers"):
-        cut_fragments(BERT, {1: 4, 3: 4, 11: 9}, 3)
+    refused(ValueError, "fragments=3 for 2 layers", cut_fragments, BERT, {1: 4, 3: 4, 11: 9}, 3)
 
 
 def test_auto_is_a_fragment_for_three_layers() -> None:
@@ -345,8 +344,7 @@ BAD = [
 @on_threads(2)
 def test_options(comm: Communicator, options: dict[str, Any], error: type[Exception], message: str) -> None:
     given = dict(options)
-    with pytest.raises(error, match=message):
-        make(comm, Tower(), given.pop("inner", torch.optim.SGD), **given)
+    refused(error, message, make, comm, Tower(), given.pop("inner", torch.optim.SGD), **given)
 
 
 @pytest.mark.parametrize(
@@ -368,8 +366,7 @@ def test_options(comm: Communicator, options: dict[str, Any], error: type[Except
 )
 @on_threads(2)
 def test_ranks_that_differ_are_told(comm: Communicator, name: str, values: tuple[Any, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{name} is .* on rank 0"):
-        make(comm, Tower(), **{name: values[comm.rank]})
+    refused(ValueError, f"{name} is .* on rank 0", make, comm, Tower(), **{name: values[comm.rank]})
 
 
 @on_threads(2)
@@ -377,8 +374,7 @@ def test_a_fragment_that_does_not_exist_on_some_rank(comm: Communicator) -> None
     model = Tower()
     if comm.rank == 1:
         del model.layers[3]
-    with pytest.raises(ValueError, match="10 parameters against 12 on rank 0"):
-        make(comm, model)
+    refused(ValueError, "10 parameters against 12 on rank 0", make, comm, model)
 
 
 @on_threads(2)
@@ -388,8 +384,7 @@ def test_outer_settings_that_differ_later_are_found_at_the_next_outer_step(comm:
     train(model, optimizer, 1, 2)
     if comm.rank == 1:
         optimizer.outer_lr = 0.3
-    with pytest.raises(Exception, match="other hyperparameters"):
-        train(model, optimizer, 3, 4)
+    refused(Exception, "other hyperparameters", train, model, optimizer, 3, 4)
 
 
 @pytest.mark.parametrize(("codec", "outer_lr"), [("none", 0.7), ("int4", 0.7), ("none", "auto")])

@@ -33,6 +33,7 @@ from tests.optim.diloco.tower import (
     step,
     together,
 )
+from tests.refusing import refused
 from thinwire.comm import CommunicationError, Communicator, Elastic, MembershipError, threads
 from thinwire.optim.diloco.elastic_home import ElasticHome
 
@@ -222,8 +223,7 @@ def test_no_sample_is_read_twice_by_workers_or_ranks_of_one(workers: int, ranks:
     ],
 )
 def test_what_elastic_workers_cannot_have(options: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        make_elastic(Tower(), **options)
+    refused(ValueError, error, make_elastic, Tower(), **options)
 
 
 def test_what_one_worker_cannot_do_alone() -> None:
@@ -232,13 +232,11 @@ def test_what_one_worker_cannot_do_alone() -> None:
     step(model, optimizer, 0)
     numel = sum(one.numel() for one in model.parameters())
     assert optimizer.model_state_bytes()["outer momentum"] == 8 * numel
-    with pytest.raises(RuntimeError, match="not one worker's to forget"):
-        optimizer.reset_state()
+    refused(RuntimeError, "not one worker's to forget", optimizer.reset_state)
     with pytest.raises(ValueError, match="every is 5 here and 6 on the job's first worker"):
         make_elastic(Tower(), elastic=Elastic(workers=1, address="here:1"), every=5)
     optimizer.synchronize()
-    with pytest.raises(RuntimeError, match="has ended this worker's part"):
-        step(model, optimizer, 0)
+    refused(RuntimeError, "has ended this worker's part", step, model, optimizer, 0)
     with pytest.raises(CommunicationError, match="is over: there is nothing to join"):
         make_elastic(Tower(), elastic=Elastic(workers=1, address="here:1"))
     with pytest.raises(ValueError, match=r"needs an optimizer with elastic"):
@@ -255,8 +253,7 @@ def test_trainers_do_not_count_the_steps_of_who_may_join_late(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "transformers.trainer", module)
     model = Tower()
     optimizer, _ = make_elastic(model, elastic=Elastic(workers=1, address="here:1"))
-    with pytest.raises(ValueError, match="Trainer counts steps and saves by itself"):
-        Trainer().train()
+    refused(ValueError, "Trainer counts steps and saves by itself", Trainer().train)
     optimizer.close()
 
 
@@ -341,8 +338,7 @@ def test_a_node_whose_rank_is_lost_is_dropped_whole_and_another_joins(dtype: tor
         return flat(model.parameters())
 
     def fall() -> None:
-        with pytest.raises(OSError, match="this rank is lost"):
-            threads.run(falls, 2)
+        refused(OSError, "this rank is lost", threads.run, falls, 2)
 
     old, _, new = together([lambda: threads.run(stays, 2), fall, lambda: threads.run(joins, 3)])
     assert all(torch.equal(old[0], one) for one in [*old, *new])

@@ -12,6 +12,7 @@ import thinwire
 from tests.launching import on_threads
 from tests.optim.diloco.tower import Tower, flat, loss_of, make, outer_weights, spoil, train
 from tests.optim.training import through_a_file
+from tests.refusing import refused
 from tests.zero.saved import Saved, join, save
 from thinwire.comm import Communicator, threads
 
@@ -110,16 +111,14 @@ def test_evaluation_shows_the_outer_weights_while_a_fragment_is_under_way() -> N
         own = flat(model.parameters()).clone()
         optimizer.eval()
         shown = flat(model.parameters()).clone()
-        with pytest.raises(RuntimeError, match="eval"):
-            optimizer.step()
+        refused(RuntimeError, "eval", optimizer.step)
         optimizer.train()
         assert torch.equal(flat(model.parameters()), own)
         train(model, optimizer, 6, 6)
         optimizer.eval()
         with torch.no_grad():
             model.first.weight.zero_()
-        with pytest.raises(RuntimeError, match="synchronize_weights"):
-            optimizer.train()
+        refused(RuntimeError, "synchronize_weights", optimizer.train)
         return shown, own
 
     (first, own), (second, others_own) = threads.run(body, 2)
@@ -366,8 +365,7 @@ def test_a_run_goes_on_with_other_fragments_and_intervals() -> None:
 def test_another_optimizers_state_is_refused(comm: Communicator) -> None:
     model = Tower()
     state = make(comm, model, torch.optim.AdamW, **OPTIONS).state_dict()
-    with pytest.raises(ValueError, match="DiLoCo of AdamW"):
-        make(comm, model, torch.optim.SGD, **OPTIONS).load_state_dict(state)
+    refused(ValueError, "DiLoCo of AdamW", make(comm, model, torch.optim.SGD, **OPTIONS).load_state_dict, state)
 
 
 def test_it_says_at_the_end_what_a_run_has_saved(capsys: pytest.CaptureFixture[str]) -> None:
