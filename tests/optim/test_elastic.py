@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 import pytest
@@ -189,18 +189,31 @@ def test_who_lacks_some_of_a_step_that_others_have_takes_it_over(kind: str, at: 
     assert lost
 
 
-@pytest.mark.parametrize("kind", ["adam", "lamb", "zero-one adam"])
-@pytest.mark.parametrize("from_step", [2, 9])
+@pytest.mark.parametrize(
+    ("kind", "from_step", "disturbed"),
+    [
+        *product(["adam", "lamb", "zero-one adam"], [2, 9], [""]),
+        ("adam", 9, "other bits"),
+        ("lamb", 2, "other bits"),
+        ("adam", 2, "no more is told"),
+    ],
+)
 def test_who_joins_has_the_weights_and_the_state_of_the_others(
-    kind: str, from_step: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, from_step: int, disturbed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes the steps that the others take meanwhile, but for local ones, for which they wait."""
+    """It takes the steps that the others take meanwhile, but for local ones, or if it could not look on: for these they
+    wait."""
     options = {"elastic": replace(SETTINGS, workers=2)}
     come, followed, follow = threading.Event(), list[int](), ElasticWorkers._follow
 
     def note(workers: ElasticWorkers, step: Any) -> int:
         followed.append(workers._brought)
-        return follow(workers, step)
+        if disturbed == "no more is told":
+            raise CommunicationError("lost")
+        behind = follow(workers, step)
+        for weights in workers._table.weights() if disturbed else ():
+            weights.add_(0.1)
+        return behind
 
     monkeypatch.setattr(ElasticWorkers, "_follow", note)
 
