@@ -283,7 +283,7 @@ class Membership:
             raise CommunicationError(f"the workers did not connect with one that looks on: {error}") from error
         comm = GenerationCommunicator(wiring, limit, lambda: "")
         assert wiring.group is not None
-        return Messages(wiring.group, limit, comm.abandon)
+        return Messages(wiring.group, limit, lambda in_flight: comm.abandon() if in_flight else comm.close())
 
     # What a generation does together
 

@@ -110,18 +110,18 @@ def all_gather(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int
 
 class Messages:
     """Messages from one rank of a Gloo group to one other, in order, of host tensors; each call waits for so many
-    `seconds` at most, and raises CommunicationError. `let_go`: called at the end, and there may be transfers in flight.
+    `seconds` at most, and raises CommunicationError. `close`: ends them, and is told whether some may be in flight.
     `bytes_sent`: by this rank."""
 
-    def __init__(self, group: dist.ProcessGroup, seconds: float, let_go: Callable[[], None]) -> None:
+    def __init__(self, group: dist.ProcessGroup, seconds: float, close: Callable[[bool], None]) -> None:
         self.size, self.bytes_sent = group.size(), 0
-        self._group, self._limit, self.close = group, timedelta(seconds=seconds), let_go
+        self._group, self._limit, self.close = group, timedelta(seconds=seconds), close
 
     def __enter__(self) -> Messages:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(kind is not None)
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send it, contiguous, to rank `to`, which receives as much."""

@@ -277,10 +277,7 @@ class ElasticWorkers:
             group.close()
             raise
         finally:
-            self.membership.looks_on = False
-            if self._onlooker is not None:
-                self._onlooker.close()
-                self._onlooker = None
+            self.membership.looks_on, self._onlooker = False, None
         self._part()
         self._group, self._names_now, self._moved = group, generation.names, True
         self.decisions.follow(group)
@@ -354,7 +351,7 @@ class ElasticWorkers:
                 while self._follow(self._onlooker.next_step()) > 1:
                     pass
             except CommunicationError:
-                self._onlooker.close()
+                self._onlooker = None
             else:
                 self.membership.looks_on, self.membership.idle = True, self._follow_on
                 return

@@ -209,6 +209,13 @@ class Onlooker:
 
     def take_state(self, state: CommonState) -> Told:
         """Have it as it was when the others began to tell; what the first of them has said of it."""
+        try:
+            return self._take_state(state)
+        except CommunicationError:
+            self._link.close(True)
+            raise
+
+    def _take_state(self, state: CommonState) -> Told:
         where: Told = json.loads(self._link.receive_bytes(1))
         state.begin_as(where["where"])
         tensors, size = state.tensors(), self._link.size - 1
@@ -246,19 +253,17 @@ class Onlooker:
         return not self._steps.empty()
 
     def _receive_steps(self) -> None:
+        failed: CommunicationError | None = None
         try:
             while told := json.loads(self._link.receive_bytes(1)):
                 packets = [torch.empty(shape, dtype=torch.uint8) for shape in told["shapes"]]
                 for one in packets:
                     self._link.receive(one, 1)()
                 self._steps.put((told, packets))
-            self._steps.put(None)
         except CommunicationError as error:
-            self._steps.put(error)
-
-    def close(self) -> None:
-        """Look on no longer."""
-        self._link.close()
+            failed = error
+        self._steps.put(failed)
+        self._link.close(failed is not None)
 
     def _receive(self, parts: Sequence[tuple[Tensor, int]]) -> Iterator[tuple[Tensor, Callable[[], None]]]:
         for like, source in parts:
