@@ -150,7 +150,7 @@ class ElasticWorkers:
             return
         self._phase = StepPhase.BETWEEN
         assert self._arrival is not None
-        self._telling.go_on(self._arrival, self.decisions.kept_since(self._decided), self.shared_data)
+        self._telling.go_on(self._arrival, lambda: self.decisions.kept_since(self._decided), self.shared_data)
         if Flags.TELL in self._calls and Flags.MEET not in self._calls:
             self._telling.begin(self._told())
         while Flags.MEET in self._calls and self._meet(alarm=False):

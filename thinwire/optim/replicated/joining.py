@@ -181,10 +181,10 @@ class Telling:
             where, size = {**told, "where": self._state.save()}, len(generation.entries)
             self._tellers.append(Teller(link, generation.index, size, where, self._state.tensors()))
 
-    def go_on(self, arrival: Arrival, decisions: str, shared_data: Told) -> None:
+    def go_on(self, arrival: Arrival, decisions: Callable[[], str], shared_data: Told) -> None:
         """Tell of a step that was taken by what `arrival` holds and these `decisions`."""
         if self._tellers:
-            told = {"arrival": arrival.but_packets().decode(), "decisions": decisions, "shared_data": shared_data}
+            told = {"arrival": arrival.but_packets().decode(), "decisions": decisions(), "shared_data": shared_data}
             told |= counters_of("", self._state.groups)
             for teller in self._tellers:
                 teller.add(told, arrival.packets)
