@@ -19,8 +19,8 @@ from thinwire.comm import Communicator, threads
 from thinwire.deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO, ds_to_universal
 from thinwire.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from thinwire.deepspeed.runtime import lr_schedules
-from thinwire.deepspeed.runtime.config import get_gradient_clipping
-from thinwire.deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+from thinwire.deepspeed.runtime.config import get_gradient_clipping, get_log_level
+from thinwire.deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT, LOG_LEVEL_DEFAULT
 from thinwire.deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from thinwire.deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr import batch_by_seqlens
 from thinwire.deepspeed.runtime.utils import (
@@ -167,6 +167,22 @@ def test_a_script_that_cannot_be_made_executable_is_logged(tmp_path: Path) -> No
     assert "nowhere.py cannot be made executable" in messages[0]
     assert call_to_str("step", 3, "fast", mode=None) == "step(3, 'fast', mode=None)"
     assert prefix_sum_inc([3, 4, 5]) == [3, 7, 12]
+
+
+def test_a_configuration_sets_the_level_of_the_logger() -> None:
+    before = logger.level
+    logger.setLevel(logging.DEBUG)
+    try:
+        engine_of().close()
+        assert logger.getEffectiveLevel() == logging.DEBUG
+        engine = engine_of(log_level="error")
+        assert (engine.log_level(), logger.getEffectiveLevel()) == ("ERROR", logging.ERROR)
+        engine.close()
+    finally:
+        logger.setLevel(before)
+    refused(ValueError, "log_level.*loud", engine_of, log_level="loud")
+    assert get_log_level({}) is LOG_LEVEL_DEFAULT
+    assert get_log_level({"log_level": "INFO"}) == "INFO"
 
 
 @pytest.mark.parametrize("stage", [1, 2])

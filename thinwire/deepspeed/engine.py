@@ -42,6 +42,7 @@ class TrainingEngine(Engine):
     def __init__(self, job: Job, checkpoints: JobCheckpoints, reports: JobReports) -> None:
         super().__init__(job, checkpoints, reports)
         note_logged(self.comm)
+        logger.setLevel(self.settings.log_level or logger.level)
         if self.optimizer is not None:
             LossScaleConfig(job.loss_scale).show_on(self.optimizer)
             if not job.given_optimizer:

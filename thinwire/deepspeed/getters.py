@@ -111,6 +111,7 @@ _METHODS: Mapping[str, tuple[str | _Read, str]] = {
     "steps_per_print": ("steps_per_print", "Steps between two lines of rank 0; None if it prints none."),
     "wall_clock_breakdown": ("wall_clock_breakdown", "Whether a step's times are printed."),
     "memory_breakdown": ("memory_breakdown", "Whether memory is printed."),
+    "log_level": ("log_level", "The logger's level as configured; None if it is left."),
 }
 _PROPERTIES: Mapping[str, tuple[str | _Read, str]] = {
     "config": (lambda s: s.describe(), "The configuration with its defaults, by DeepSpeed's keys; a copy."),

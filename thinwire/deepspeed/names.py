@@ -164,10 +164,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "runtime.config": {
         ".sections": "ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER DeepSpeedConfig DeepSpeedConfigError "
         "LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER ONEBIT_ADAM_OPTIMIZER ONEBIT_LAMB_OPTIMIZER "
-        "ZERO_ONE_ADAM_OPTIMIZER get_gradient_clipping"
+        "ZERO_ONE_ADAM_OPTIMIZER get_gradient_clipping get_log_level"
     },
     "runtime.config_utils": {".sections": "DeepSpeedConfigModel"},
-    "runtime.constants": {".sections": "GRADIENT_CLIPPING_DEFAULT"},
+    "runtime.constants": {".sections": "GRADIENT_CLIPPING_DEFAULT LOG_LEVEL_DEFAULT"},
     "runtime.data_pipeline.curriculum_scheduler": {".data_pipeline": "CurriculumScheduler"},
     "runtime.data_pipeline.data_routing.scheduler": {_NO_DROPPING: "RandomLTDScheduler"},
     "runtime.data_pipeline.data_sampling.indexed_dataset": {_NO_INDEX: "MMapIndexedDataset MMapIndexedDatasetBuilder"},

@@ -279,6 +279,15 @@ def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
     return float(param_dict.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT))
 
 
+LOG_LEVEL_DEFAULT = None  # as it is
+
+
+def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
+    """What a configuration sets the logger's level to; None to leave it."""
+    level: str | None = param_dict.get("log_level", LOG_LEVEL_DEFAULT)
+    return level
+
+
 def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Whether thinwire can shard this optimizer's class, which is so of every elementwise one."""
     kind = type(optimizer)

@@ -114,6 +114,7 @@ ON: dict[str, tuple[Any, str]] = {
     "steps_per_print": (10, "10"),
     "wall_clock_breakdown": (True, "true"),
     "memory_breakdown": (True, "true"),
+    "log_level": ("error", '"ERROR"'),
     "csv_monitor": ({"enabled": True}, 'job_name "thinwire"'),
     "flops_profiler": ({"enabled": True, "profile_step": 5}, "profile_step 5"),
     "comms_logger": ({"enabled": True}, "prof_all true"),

@@ -243,7 +243,6 @@ WITHOUT_EFFECT: Mapping[str, WithoutEffect] = {
     **_idle(bool, "call torch.compile on the model for speed", "graph_harvesting"),
     **_idle(Object | None, _DERIVED, "aio"),
     **_idle(bool, "engine.settings.describe() returns it", "dump_state"),
-    **_idle(str | None, "Python's logging has the level", "log_level"),
     **_idle(Object | None, '"wall_clock_breakdown" times steps', "timers"),
     **_idle(WholeNumber | None, "it only made DeepSpeed warn", "vocabulary_size"),
     **_idle(bool, "master weights are always flat", "optimizer.legacy_fusion", "fp16.fused_mode"),

@@ -28,6 +28,10 @@ def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
+def _upper(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
+
+
 def _short_name(value: Any) -> Any:
     return _OTHER_NAMES.get(_lower(value), _lower(value)) if isinstance(value, str) else value
 
@@ -38,6 +42,7 @@ _OTHER_NAMES = {
     **{name: "bf16" for name in ("bfp16", "bfloat16", "torch.bfloat16")},
 }
 
+LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(_upper)]
 FloatName = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_short_name)]
 
 UNCLIPPED = (
@@ -284,6 +289,7 @@ class EngineConfig(Section):
     `train_batch_size` = `train_micro_batch_size_per_gpu` · `gradient_accumulation_steps` · replicas, in samples: ranks
     over `ranks_of_a_model`.
     `quantized_training`: linear layers round as `thinwire.inference.convert(engine.module)` has them round then.
+    `log_level`: of the logger that scripts share in this process, None to leave it.
     `managed_gradient_accumulation` false: every step() moves the weights, by all backwards since the last one.
     """
 
@@ -314,6 +320,7 @@ class EngineConfig(Section):
     steps_per_print: Annotated[WholeNumber | None, BeforeValidator(_never)] = Field(default=None, ge=1)
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
+    log_level: LogLevel | None = None
     tensorboard: MonitorConfig = MonitorConfig()
     csv_monitor: MonitorConfig = MonitorConfig()
     wandb: WandbConfig = WandbConfig()
