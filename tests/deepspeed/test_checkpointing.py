@@ -1,18 +1,27 @@
 """Activation checkpointing call by call: the same results and gradients, whatever goes in and out, and the same random
-numbers in both runs."""
+numbers in both runs; and the loss that computes its blocks of rows again."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.pairwise import pairwise
 from tests.refusing import refused
 from thinwire.deepspeed import checkpointing
+from thinwire.deepspeed.runtime.chunked_cross_entropy import (
+    ChunkedCausalLMLoss,
+    chunked_cross_entropy,
+    install_chunked_causal_lm_loss,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -137,3 +146,63 @@ def test_configuring(tmp_path) -> None:
     double = SimpleNamespace(get_model_parallel_rank=lambda: 0, get_model_parallel_world_size=lambda: 2)
     refused(ValueError, "groups of 2 ranks", checkpointing.configure, double)
     refused(ValueError, "synchronize is 'yes', expected true or false", checkpointing.configure, synchronize="yes")
+
+
+class Largest(TorchDispatchMode):
+    """Finds the elements of the largest fp32 tensor that operations return."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, call: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = call(*args, **kwargs or {})
+        found = [one.numel() for one in tree_leaves(out) if isinstance(one, Tensor) and one.dtype == torch.float32]
+        self.elements = max(self.elements, *found, 0)
+        return out
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_cross_entropy_in_blocks_is_torchs_in_value_and_derivatives(reduction: str) -> None:
+    draws = torch.Generator().manual_seed(0)
+    logits = torch.randn(9, 13, dtype=torch.float64, generator=draws).mul(6).requires_grad_()
+    target = torch.tensor([3, -100, 0, 12, -100, 5, 5, 1, 7])
+    in_blocks = partial(chunked_cross_entropy, target=target, reduction=reduction, block_rows=4)
+    expected = functional.cross_entropy(logits, target, reduction=reduction)
+    torch.testing.assert_close(in_blocks(logits), expected, rtol=1e-14, atol=1e-14)
+    given = torch.autograd.grad(in_blocks(logits).sum(), logits)
+    torch.testing.assert_close(given, torch.autograd.grad(expected.sum(), logits), rtol=1e-13, atol=1e-14)
+    assert torch.autograd.gradgradcheck(in_blocks, logits)
+
+
+def test_cross_entropy_in_blocks_never_holds_all_logits_in_fp32() -> None:
+    logits = torch.zeros(64, 100, dtype=torch.bfloat16, requires_grad=True)
+    with Largest() as seen:
+        chunked_cross_entropy(logits, torch.zeros(64, dtype=torch.int64), block_rows=8).backward()
+    assert seen.elements == 8 * 100
+    assert logits.grad is not None
+    assert logits.grad.dtype == torch.bfloat16
+
+
+def test_a_model_takes_the_loss_in_blocks() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 31, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    tokens = torch.arange(24).view(2, 12)
+    labels = tokens.masked_fill(tokens % 5 == 0, -100)
+    for number in (None, torch.tensor(50)):
+        stock = model(input_ids=tokens, labels=labels, num_items_in_batch=number).loss
+        expected = torch.autograd.grad(stock, model.transformer.wte.weight)
+        own = model.loss_function
+        loss = install_chunked_causal_lm_loss(model, block_rows=5)
+        assert model.loss_function is loss
+        refused(ValueError, "stock Hugging Face ForCausalLMLoss", install_chunked_causal_lm_loss, model)
+        found = model(input_ids=tokens, labels=labels, num_items_in_batch=number).loss
+        torch.testing.assert_close(found, stock)
+        torch.testing.assert_close(torch.autograd.grad(found, model.transformer.wte.weight), expected)
+        model.loss_function = own
+    refused(ValueError, "block_rows is at least 1, not 0", install_chunked_causal_lm_loss, model, block_rows=0)
+    refused(TypeError, "whole number of rows", ChunkedCausalLMLoss, 0.5)
+    refused(ValueError, "backend 'fast'", ChunkedCausalLMLoss, backend="fast")
+    refused(NotImplementedError, "needs CUDA logits and Triton", ChunkedCausalLMLoss, backend="triton")
+    refused(ValueError, "got neither", loss, torch.zeros(1, 2, 3), None, 3)
+    refused(ValueError, r"got \[2, 3\] and \[3\]", chunked_cross_entropy, torch.zeros(2, 3), torch.zeros(3))
+    refused(ValueError, "not 'max'", chunked_cross_entropy, torch.zeros(2, 3), torch.zeros(2), reduction="max")

@@ -159,6 +159,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "runtime.activation_checkpointing.checkpointing": {".checkpointing": ALL},
     "runtime.base_optimizer": {"thinwire.zero.synchronized_optimizer": _OPTIMIZERS},
     "runtime.bf16_optimizer": {_ENGINES_PRECISION: "BF16_Optimizer"},
+    "runtime.chunked_cross_entropy": {
+        ".chunked_cross_entropy": "ChunkedCausalLMLoss chunked_cross_entropy install_chunked_causal_lm_loss "
+        "triton_backend_available"
+    },
     "runtime.comm.mpi": {_NO_BACKENDS: "MpiBackend"},
     "runtime.comm.nccl": {_NO_BACKENDS: "NcclBackend"},
     "runtime.config": {
