@@ -128,29 +128,23 @@ class Teller:
         self._parts = [flat[one][place].cpu().clone() for one, place in _pieces(tensors)[number::size]]
         self._room = sum(one.nbytes for one in flat)
         self._steps: SimpleQueue[Step | None] = SimpleQueue()
-        self._connected, self._ended = connected, False
-        in_background(self._tell)
+        self._telling = in_background(lambda: self._tell(connected))
 
-    def add(self, told: Told, packets: list[Tensor]) -> None:
-        """Tell of a step that was taken; of none any more if what waits takes as much room as the state."""
-        self._room -= sum(one.nbytes for one in packets)
-        if self._room < 0:
-            self.end()
-        if self._leads and not self._ended:
-            self._steps.put((told, packets))
+    def add(self, told: Told, packets: list[Tensor]) -> bool:
+        """Tell of a step that was taken. False if it need not be told: number 0 alone tells of steps, if the onlooker
+        is there and what waits takes no more room than the state."""
+        waits = self._steps.qsize() * sum(one.nbytes for one in packets)
+        if not self._leads or self._telling.done() or waits > self._room:
+            return False
+        self._steps.put((told, packets))
+        return True
 
     def end(self) -> None:
         """Tell of no further step."""
-        self._ended = True
         self._steps.put(None)
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this worker has sent to the onlooker."""
-        return self._connected.result().bytes_sent if self._connected.done() and not self._connected.exception() else 0
-
-    def _tell(self) -> None:
-        with self._connected.result() as link:
+    def _tell(self, connected: Future[Messages]) -> None:
+        with connected.result() as link:
             if self._leads:
                 link.send_bytes(json.dumps(self._where).encode(), 0)
             for part in self._parts:
@@ -162,7 +156,6 @@ class Teller:
                 link.send_bytes(json.dumps({**told, "shapes": shapes, "behind": self._steps.qsize()}).encode(), 0)
                 for one in packets:
                     link.send(one.cpu(), 0)
-                self._room += sum(one.nbytes for one in packets)
             if self._leads:
                 link.send_bytes(b"{}", 0)
 
@@ -173,12 +166,14 @@ class Telling:
     def __init__(self, membership: Membership, state: CommonState) -> None:
         self._membership, self._state = membership, state
         self._tellers: list[Teller] = []
+        self._links: list[Future[Messages]] = []
 
     def begin(self, told: Told) -> None:
         """Tell who waits of the state as it is now, beside what is `told`."""
         generation, link = self._membership.generation, self._membership.tell()
         if generation is not None and link is not None:
             where, size = {**told, "where": self._state.save()}, len(generation.entries)
+            self._links.append(link)
             self._tellers.append(Teller(link, generation.index, size, where, self._state.tensors()))
 
     def go_on(self, arrival: Arrival, decisions: Callable[[], str], shared_data: Told) -> None:
@@ -186,18 +181,19 @@ class Telling:
         if self._tellers:
             told = {"arrival": arrival.but_packets().decode(), "decisions": decisions(), "shared_data": shared_data}
             told |= counters_of("", self._state.groups)
-            for teller in self._tellers:
-                teller.add(told, arrival.packets)
+            for teller in [one for one in self._tellers if not one.add(told, arrival.packets)]:
+                teller.end()
+                self._tellers.remove(teller)
 
     def end(self) -> None:
         """Tell of no further step."""
-        for teller in self._tellers:
-            teller.end()
+        while self._tellers:
+            self._tellers.pop().end()
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this worker has sent to those who look on."""
-        return sum(teller.bytes_sent for teller in self._tellers)
+        return sum(one.result().bytes_sent for one in self._links if one.done() and not one.exception())
 
 
 class Onlooker:
