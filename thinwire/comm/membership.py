@@ -257,7 +257,9 @@ class Membership:
 
     def look_on(self) -> Messages | None:
         """Wait until the workers that train begin to tell of it; connected with them, as rank 0. None if there is a
-        meeting to go to, or if they do not."""
+        meeting to go to, or if they do not, as one alone."""
+        if len(_parsed(self._store.read(f"{self._next_open() - 1}/members"))) < 2:
+            return None
         number, began = self._store.add("onlookers", 1) - 1, time.monotonic()
         self._store.write(f"onlooker/{number}", self.name)
         while (size := self._store.read(f"onlooker/{number}/size")) is None:

@@ -353,17 +353,17 @@ def make_codec(name: CodecName, block_size: int = DEFAULT_BLOCK_SIZE) -> Codec:
 _ROOM = 1 << 17
 
 
-def zeros_with_room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros of a bucket, in memory that is large enough for its padding to a few more ranks, for `resized`."""
-    return torch.zeros(numel + _ROOM, dtype=dtype, device=device)[:numel]
+def zeros_with_room(numel: int, *, device: torch.device) -> Tensor:
+    """Zeros of a bucket, fp32, in memory that is large enough for its padding to a few more ranks, for `resized`."""
+    return torch.zeros(numel + _ROOM, device=device)[:numel]
 
 
 def resized(values: Tensor, numel: int, padded: int) -> Tensor:
-    """The first `numel` values, and zeros up to `padded`; in their own memory where that is large enough."""
+    """The first `numel` values, fp32, and zeros up to `padded`; in their own memory where that is large enough."""
     if values.untyped_storage().nbytes() >= padded * values.element_size():
         found = values.as_strided((padded,), (1,), 0)
         found[numel:].zero_()
     else:
-        found = zeros_with_room(padded, values.dtype, values.device)
+        found = zeros_with_room(padded, device=values.device)
         found[:numel].copy_(values[:numel])
     return found

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator, Work
-from thinwire.compress.codecs import Codec, cut_shard, least_part, zeros_with_room
+from thinwire.compress.codecs import Codec, cut_shard, least_part
 from thinwire.compress.packet import Flags, Header, Headers, Outcome, number_headers, read_together, write_headers
 from thinwire.compress.packet_layout import HEADER_BYTES, shard_numel, valid_in_shard
 
@@ -116,7 +116,7 @@ class Exchange:
         self.worker_residual: Tensor | None = None
         self.owner_residual: Tensor | None = None
         if error_feedback:
-            self.worker_residual = zeros_with_room(self.worker_place.stop, residual_dtype, self._device)
+            self.worker_residual = torch.zeros(self.worker_place.stop, dtype=residual_dtype, device=self._device)
             self.owner_residual = torch.zeros(owned, device=self._device)
         self.reversible = reversible
         kept = reversible and residual_dtype == torch.float32
@@ -139,8 +139,7 @@ class Exchange:
         """What to average, fp32 [padded_numel]: write it before `start`. New memory holds zeros."""
         if self._payload is None:
             free, self._free = self._free, None
-            kind = torch.float32, self._device
-            self._payload = zeros_with_room(self.padded_numel, *kind) if free is None else free
+            self._payload = torch.zeros(self.padded_numel, device=self._device) if free is None else free
         return self._payload
 
     def start(self, step: int, flags: Flags = Flags.NONE, settings: int = 0, encode: EncodePart | None = None) -> None:

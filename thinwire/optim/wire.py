@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
-from thinwire.compress.codecs import CastCodec, make_codec
+from thinwire.compress.codecs import CastCodec, make_codec, zeros_with_room
 from thinwire.compress.exchange import EncodePart, Exchange
 from thinwire.compress.hierarchical_exchange import make_exchange
 from thinwire.compress.light_exchanges import ExchangeToOwners, make_exact_exchange
@@ -25,7 +25,8 @@ class Wire:
     """Exchanges over the ranks of `comm`, or by node where there are `links`, through the codecs of `options`.
 
     `residual_dtypes`: where state is sharded, those of the worker's residuals, by bucket, of what does not go by node.
-    `decisions`: over which ranks agree on numbers that a step is applied by, once all of it is here.
+    `decisions`: over which ranks agree on numbers that a step is applied by, once all of it is here, if ranks change;
+    buckets of what `changes` have room to be cut for others.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Wire:
     ) -> None:
         self.comm = comm
         self.decisions = comm if decisions is None else decisions
+        self.changes = decisions is not None
         self.codec = make_codec(options.codec, options.block_size)
         self.ranks = comm.size
         self._exact_codec = make_codec(options.exact_codec, options.block_size)
@@ -70,7 +72,11 @@ class Wire:
         given: dict[str, Any] = {"bucket": index, "device": device}
         if self._residual_dtypes:
             given |= {"residual_dtype": self._residual_dtypes[index], "reversible": reversible, "keeps_payload": False}
-        return make_exchange(Exchange, self.comm, self._links, layout.numel, self.codec, **given)
+        made = make_exchange(Exchange, self.comm, self._links, layout.numel, self.codec, **given)
+        if self.changes and made.worker_residual is not None:
+            made.worker_residual = zeros_with_room(len(made.worker_residual), device=device)
+            made._free = zeros_with_room(made.padded_numel, device=device)
+        return made
 
 
 def cast_gradients(

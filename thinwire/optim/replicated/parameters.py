@@ -192,7 +192,8 @@ class WholeStorage(Storage):
     @override
     def new_state(self, name: str, bucket: int, layout: BucketLayout) -> Tensor:
         numel = 0 if self._bare else self._wire.padded_numel(layout)
-        return zeros_with_room(numel, torch.float32, self._table.parameters[0].device)
+        make = zeros_with_room if self._wire.changes else torch.zeros
+        return make(numel, device=self._table.parameters[0].device)
 
     def take_over(self, before: Sequence[Bucket]) -> None:
         """Go on with the state of the same buckets, cut for other ranks."""
