@@ -55,7 +55,7 @@ class ReplicatedHome(AlgorithmHome):
         self._nodes, self._links = link_nodes(comm, options.nodes)
         self._exchange_comm = comm.duplicate()
         self._decisions: Communicator = comm
-        wire = Wire(self._exchange_comm, options, self._links)
+        wire = Wire(self._exchange_comm, options, self._links, decisions=None if options.elastic is None else comm)
         self._layout = FreezeGroups(self._table, wire, options, recipe.algorithm, self._make_rule)
         self.groups = self._layout.groups
         self.in_flight = self._layout.step
