@@ -24,3 +24,9 @@ def test_the_largest_stage_is_as_small_as_can_be(stages: int, sizes: list[int]) 
     assert [sum(one.numel() for one in part.parameters()) for part in parts] == sizes
     assert [name for part in parts for name, _ in part.named_parameters()] == [f"{n}.weight" for n in range(4)]
     assert torch.equal(parts[-1][-1].weight, layers[-1].weight)
+
+
+def test_a_stage_begins_with_parameters() -> None:
+    layers = [nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Dropout(0.0), nn.Linear(4, 4), nn.ReLU(inplace=True)]
+    parts = split_model(nn.Sequential(*layers), 2, "parameters")
+    assert [[*part._modules] for part in parts] == [["0", "1", "2"], ["3", "4"]]

@@ -187,7 +187,8 @@ def _operations(model: nn.Module, path: str, names: Sequence[str]) -> tuple[list
 
 
 def _balanced(sizes: list[int], before: int, after: int, stages: int) -> list[int]:
-    """The numbers of the blocks that stages but the first begin with."""
+    """The numbers of the blocks that stages but the first begin with: of equal cuts the first, past blocks of no size,
+    as what a stage receives may not be changed in place, by a ReLU say."""
     sizes = [sizes[0] + before, *sizes[1:]]
     sizes[-1] += after
     total = [0, *itertools.accumulate(sizes)]
@@ -198,7 +199,7 @@ def _balanced(sizes: list[int], before: int, after: int, stages: int) -> list[in
             end: min((max(best[cut][0], total[end] - total[cut]), [*best[cut][1], cut]) for cut in range(stage, end))
             for end in range(stage + 1, len(total))
         }
-    return best[len(sizes)][1][1:]
+    return [next((one for one in range(cut, len(sizes)) if sizes[one]), cut) for cut in best[len(sizes)][1][1:]]
 
 
 def _stage(model: nn.Module, path: str, kept: Sequence[str], first: bool, last: bool) -> nn.Module:
