@@ -83,9 +83,9 @@ class Alone:
         return float(loss)
 
 
-def train(make: Callable[[], nn.Module], schedule: str, **options: Any) -> None:
-    model, alone = make(), Alone(make(), max_norm=1.0)
-    pipeline = Pipeline(model, MICRO_BATCHES, schedule=schedule, **options)
+def train(make: Callable[[], nn.Module], schedule: str, micro_batches: int = MICRO_BATCHES, **options: Any) -> None:
+    model, alone = make(), Alone(make(), max_norm=1.0, micro_batches=micro_batches)
+    pipeline = Pipeline(model, micro_batches, schedule=schedule, **options)
     names = {name for name, _ in pipeline.named_parameters()}
     assert names <= {name for name, _ in model.named_parameters(remove_duplicate=False)}
     optimizer, stream = torch.optim.AdamW(pipeline.parameters(), lr=RATE), batches()
@@ -111,10 +111,11 @@ def models() -> None:
 
 
 def schedules() -> None:
-    """Two stages a rank: tied embeddings lie on two ranks, or in a V on one."""
+    """Two stages a rank: tied embeddings lie on two ranks, or in a V on one. Then one, of fewer micro-batches too."""
     for schedule in ("GPipe", "Interleaved1F1B", "ZBVZeroBubble"):
         train(gpt2, schedule)
     train(bert, "1F1B", split=["bert.encoder.layer.3"])
+    train(bert, "1F1B", micro_batches=1)
 
 
 def sequential() -> None:

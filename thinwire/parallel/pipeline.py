@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
+    Schedule1F1B,
     ScheduleDualPipeV,
+    ScheduleGPipe,
     ScheduleZBVZeroBubble,
     get_schedule_class,
 )
@@ -44,6 +46,7 @@ class Pipeline:
     mesh: with a dimension "pp" for the stages, if there are replicas of them "dp", and if torch has parallelised the
         model's modules, all in the same way, over "tp"; None: all ranks are stages.
     schedule: a name that torch's `get_schedule_class` knows. Those that take several stages a rank get two.
+        "1F1B" is "GPipe" for fewer micro-batches than stages.
     split: `parameters`, so that the largest stage is as small as can be, `time`, so that it has as few operations, by
         the forward of a Hugging Face model, or the names of the blocks that stages but the first begin with.
     loss_fn: of the outputs of an nn.Sequential and the batch's targets.
@@ -86,6 +89,8 @@ class Pipeline:
             if isinstance(model, nn.Sequential) and loss_fn is None:
                 raise ValueError("an nn.Sequential has no loss of its own: give loss_fn")
             kind = get_schedule_class(schedule)
+            if kind is Schedule1F1B and micro_batches < self.comm.size:
+                kind = ScheduleGPipe  # torch's 1F1B takes as many as stages, and with fewer holds no less
             places = _places(kind, self.comm.size)
             parts = split_model(model, sum(map(len, places)), split)
             for number in places[self.comm.rank]:
