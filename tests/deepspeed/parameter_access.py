@@ -137,6 +137,8 @@ def bad_values(comm: Communicator, stage: int) -> None:
     with pytest.raises(ValueError, match=r"the value to set has shape \(3,\), and the parameter \(16, 16\)"):
         utils.safe_set_full_fp32_param(weight, torch.ones(3) if comm.rank == comm.size - 1 else torch.ones(16, 16))
     refused(TypeError, r"must be a torch.Tensor, got float", utils.safe_set_full_fp32_param, weight, 1.0)
+    if stage == 3:
+        refused(TypeError, r"give value.full_tensor\(\)", utils.safe_set_full_grad, weight, torch.ones_like(weight))
     with pytest.raises(ValueError, match="no optimizer state 'momentum' of this parameter; there is exp_avg, exp_avg_"):
         utils.safe_get_full_optimizer_state(weight, "momentum")
     with pytest.raises(ValueError, match="no weight to set: no optimizer of thinwire's holds it"):

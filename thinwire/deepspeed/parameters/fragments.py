@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from thinwire.comm.agreement import on_every_rank
 from thinwire.deepspeed.parameters.marks import current
@@ -279,6 +280,8 @@ def _checked(state: ParameterState, number: int, value: Any) -> Tensor:
     def check() -> Tensor:
         if not isinstance(value, Tensor):
             raise TypeError(f"the value to set must be a torch.Tensor, got {type(value).__name__}")
+        if isinstance(value, DTensor):
+            raise TypeError("the value to set is a DTensor: give value.full_tensor(), all of it on every rank")
         if value.shape != parameter.shape:
             raise ValueError(
                 f"the value to set has shape {tuple(value.shape)}, and the parameter {tuple(parameter.shape)}: give "
