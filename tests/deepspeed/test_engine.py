@@ -3,6 +3,7 @@
 import argparse
 import copy
 import logging
+import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -25,7 +26,9 @@ from thinwire.deepspeed.runtime.data_pipeline.curriculum_scheduler import Curric
 from thinwire.deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr import batch_by_seqlens
 from thinwire.deepspeed.runtime.utils import (
     call_to_str,
+    combine_grad_norm_groups,
     count_used_parameters_in_backward,
+    get_global_norm,
     mask_nan_or_inf_with_val_inplace,
     prefix_sum_inc,
 )
@@ -283,6 +286,8 @@ def test_tensors_are_sorted_masked_and_counted() -> None:
     values = torch.tensor([float("nan"), float("inf"), 2.0])
     mask_nan_or_inf_with_val_inplace(values, device=values.device, val=1.5)
     assert values.tolist() == [1.5, 1.5, 2.0]
+    for given, norm in (([3.0, 4.0], 5.0), *(([3.0, bad], math.inf) for bad in (-1.0, math.nan, math.inf))):
+        assert get_global_norm(given) == norm == combine_grad_norm_groups([torch.tensor(one) for one in given])
     used, unused = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     counts: list[int] = []
     every = [*used.parameters(), *unused.parameters(), None]

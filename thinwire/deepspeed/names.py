@@ -209,9 +209,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "runtime.torch_autocast": {_NO_AUTOCAST: "get_comm_dtype has_comm_dtype"},
     "runtime.utils": {
         "torch.nn.utils": "clip_grad_norm_",
-        ".utilities": "call_to_str check_internal_apis_for_count_used_parameters count_used_parameters_in_backward "
-        "empty_cache ensure_directory_exists get_global_norm mask_nan_or_inf_with_val_inplace "
-        "partition_balanced partition_uniform prefix_sum_inc see_memory_usage set_random_seed",
+        ".utilities": "call_to_str check_internal_apis_for_count_used_parameters combine_grad_norm_groups "
+        "count_used_parameters_in_backward empty_cache ensure_directory_exists get_global_norm "
+        "mask_nan_or_inf_with_val_inplace partition_balanced partition_uniform prefix_sum_inc see_memory_usage "
+        "set_random_seed",
         _NO_PARTS: "PartitionedTensor",
     },
     "runtime.zero": {

@@ -35,8 +35,16 @@ def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
 
 
 def get_global_norm(norm_list: Sequence[float | Tensor]) -> float:
-    """The 2-norm of tensors whose 2-norms are given."""
-    return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
+    """The 2-norm of tensors whose 2-norms are given: infinite where one is negative or not finite."""
+    norms = [float(norm) for norm in norm_list]
+    return math.hypot(*norms) if all(0 <= norm < math.inf for norm in norms) else math.inf
+
+
+def combine_grad_norm_groups(norm_groups: Sequence[Tensor]) -> Tensor:
+    """`get_global_norm` of norms on a device, where it stays."""
+    norms = torch.stack([*norm_groups])
+    combined: Tensor = torch.linalg.vector_norm(torch.where(norms >= 0, norms, math.inf))
+    return combined
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
