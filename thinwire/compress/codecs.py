@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -351,17 +352,24 @@ def make_codec(name: CodecName, block_size: int = DEFAULT_BLOCK_SIZE) -> Codec:
 
 
 _ROOM = 1 << 17
+_ALIGNED = 16
 
 
 def zeros_with_room(numel: int, *, device: torch.device) -> Tensor:
     """Zeros of a bucket, fp32, in memory that is large enough for its padding to a few more ranks, for `resized`."""
-    return torch.zeros(numel + _ROOM, device=device)[:numel]
+    if device.type != "cpu":
+        return torch.zeros(numel + _ROOM, device=device)[:numel]
+    # NumPy's cost nothing until they are touched, and those of a bucket that is cut anew never are.
+    raw = torch.from_numpy(np.zeros(numel + _ROOM + _ALIGNED, dtype=np.float32))
+    first = -(raw.data_ptr() // 4) % _ALIGNED
+    return raw[first : first + numel]
 
 
 def resized(values: Tensor, numel: int, padded: int) -> Tensor:
     """The first `numel` values, fp32, and zeros up to `padded`; in their own memory where that is large enough."""
-    if values.untyped_storage().nbytes() >= padded * values.element_size():
-        found = values.as_strided((padded,), (1,), 0)
+    first = values.storage_offset()
+    if values.untyped_storage().nbytes() >= (first + padded) * values.element_size():
+        found = values.as_strided((padded,), (1,), first)
         found[numel:].zero_()
     else:
         found = zeros_with_room(padded, device=values.device)
