@@ -9,17 +9,15 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
-from experiments.common.results import OUTPUT
 from experiments.ethernet.cluster.clusters import EmulatedCluster
 from experiments.ethernet.cluster.commands import missing
 from experiments.ethernet.jobs import job, links
 from experiments.ethernet.race.collective_times import COLLECTIVES, WAYS
-from experiments.ethernet.study import Study, check_hosts, ready
+from experiments.ethernet.study import Study, add_limit_and_output, check_hosts, ready
 
 __all__ = ["main"]
 
@@ -71,8 +69,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=positive, default=[100, 300, 1000], metavar="N", help="Mb/s")
     parser.add_argument("--repetitions", type=positive, default=9, metavar="N", help="of which the median counts")
     parser.add_argument("--hosts", type=positive, default=4, metavar="N", help="of one rank each")
-    parser.add_argument("--limit", type=positive, default=900, metavar="N", help="seconds after which a job is ended")
-    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the JSON")
+    add_limit_and_output(parser, 900)
     options = parser.parse_args(arguments)
     check_hosts(options.hosts)
     return ready(options)

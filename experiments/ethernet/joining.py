@@ -10,16 +10,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
-from experiments.common.results import OUTPUT
 from experiments.ethernet.cluster.clusters import EmulatedCluster
 from experiments.ethernet.cluster.commands import missing
 from experiments.ethernet.jobs import job, links
-from experiments.ethernet.study import Study, check_hosts, ready
+from experiments.ethernet.study import Study, add_limit_and_output, check_hosts, ready
 
 __all__ = ["main"]
 
@@ -66,8 +64,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--megabits", type=positive, default=1000, metavar="N", help="of every link")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a step, an accelerator's: slept")
     parser.add_argument("--hosts", type=positive, default=4, metavar="N", help="the newcomer's included")
-    parser.add_argument("--limit", type=positive, default=900, metavar="N", help="seconds after which a job is ended")
-    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the JSON")
+    add_limit_and_output(parser, 900)
     options = parser.parse_args(arguments)
     check_hosts(options.hosts)
     return ready(options)

@@ -10,18 +10,16 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive, rate
 from experiments.common.errors import InputError
-from experiments.common.results import OUTPUT
 from experiments.ethernet.cluster.clusters import EmulatedCluster
 from experiments.ethernet.cluster.commands import missing
 from experiments.ethernet.jobs import job, links
 from experiments.ethernet.race.local_step_report import print_table, record
-from experiments.ethernet.study import Study, check_hosts, ready
+from experiments.ethernet.study import Study, add_limit_and_output, check_hosts, ready
 from experiments.tasks.sizes import SIZES
 from thinwire.compress.codecs import CodecName
 from thinwire.optim.diloco.fragments import Timetable
@@ -89,8 +87,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=positive, default=12, metavar="N", help="turns of each, at each rate")
     parser.add_argument("--hosts", type=positive, default=2, metavar="N", help="of one rank each")
-    parser.add_argument("--limit", type=positive, default=1800, metavar="N", help="seconds after which a job is ended")
-    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the JSON")
+    add_limit_and_output(parser, 1800)
     options = parser.parse_args(arguments)
     check_hosts(options.hosts)
     if max(options.overlaps) >= options.every // options.fragments:

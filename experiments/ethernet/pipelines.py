@@ -18,12 +18,11 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
-from experiments.common.results import OUTPUT
 from experiments.ethernet.cluster.clusters import EmulatedCluster
 from experiments.ethernet.cluster.commands import missing
 from experiments.ethernet.jobs import job, links
 from experiments.ethernet.race.pipeline_times import COMPUTING, MICRO_BATCHES, WIRES
-from experiments.ethernet.study import Study, ready
+from experiments.ethernet.study import Study, add_limit_and_output, ready
 from experiments.training import plotting
 from thinwire.plan.meshes import bubble_share
 
@@ -245,8 +244,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="a micro-batch: rows, tokens, width",
     )
     parser.add_argument("--weights", type=positive, default=32_000_000, metavar="N", help="of a stage with replicas")
-    parser.add_argument("--limit", type=positive, default=1800, metavar="N", help="seconds after which a job is ended")
-    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for JSON and picture")
+    add_limit_and_output(parser, 1800)
     return ready(parser.parse_args(arguments))
 
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
 from experiments.common.errors import InputError
-from experiments.common.results import OUTPUT
 from experiments.ethernet.cluster.clusters import EmulatedCluster
 from experiments.ethernet.cluster.commands import missing
 from experiments.ethernet.jobs import job, links
 from experiments.ethernet.race.shard_times import CONTENDERS, EXACT
-from experiments.ethernet.study import Study, ready
+from experiments.ethernet.study import Study, add_limit_and_output, ready
 from thinwire.plan import Cluster, Link, Method, Processor, Workload, plain_model, predict
 
 __all__ = ["main"]
@@ -107,8 +105,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--waits", type=float, default=0.8, metavar="X", help="for its links, of its step, the exact one"
     )
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help="of which the median counts")
-    parser.add_argument("--limit", type=positive, default=1800, metavar="N", help="seconds after which a job is ended")
-    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the JSON")
+    add_limit_and_output(parser, 1800)
     options = parser.parse_args(arguments)
     if not 0 < options.waits < 1:
         raise InputError(f"--waits is a part of a step, between 0 and 1, got {options.waits}")

@@ -7,14 +7,16 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from experiments.common.command_line import Parser, positive
 from experiments.common.errors import InputError, refuse
 from experiments.common.launching import refuse_launchers
-from experiments.common.results import check_writable, write_json
+from experiments.common.results import OUTPUT, check_writable, write_json
 from experiments.ethernet.cluster.commands import ClusterError
 
-__all__ = ["Study", "check_hosts", "ready"]
+__all__ = ["Study", "add_limit_and_output", "check_hosts", "ready"]
 
 _MOST_HOSTS = 250
 
@@ -57,6 +59,14 @@ class Study:
         self.show(content)
         print(f"Written: {options.output / self.output}.json", flush=True)
         return 0
+
+
+def add_limit_and_output(parser: Parser, seconds: int) -> None:
+    """Add the options that every study has; `seconds`: its limit of a job, if none is given."""
+    parser.add_argument(
+        "--limit", type=positive, default=seconds, metavar="N", help="seconds after which a job is ended"
+    )
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for what it writes")
 
 
 def check_hosts(hosts: int) -> None:

@@ -18,13 +18,12 @@ from typing import Any
 from experiments.common import machine
 from experiments.common.command_line import Parser, positive
 from experiments.common.errors import InputError
-from experiments.common.results import OUTPUT
 from experiments.ethernet.cluster.clusters import EmulatedCluster
 from experiments.ethernet.cluster.commands import ClusterError, missing
 from experiments.ethernet.jobs import job, links
 from experiments.ethernet.race import planned
 from experiments.ethernet.race.contenders import CONTENDERS
-from experiments.ethernet.study import Study, ready
+from experiments.ethernet.study import Study, add_limit_and_output, ready
 from experiments.tasks.sizes import SIZES
 from thinwire.plan import Calibration, load_calibration
 
@@ -126,8 +125,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=positive, default=20, metavar="N", help="for each setting and rate")
     parser.add_argument("--probe-rate", type=positive, default=200, metavar="N", help="Mb/s, none of --rates")
     parser.add_argument("--probe-seconds", type=positive, default=30, metavar="N", help="of thinwire probe")
-    parser.add_argument("--limit", type=positive, default=1800, metavar="N", help="seconds after which a job is ended")
-    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="for the JSON")
+    add_limit_and_output(parser, 1800)
     options = parser.parse_args(arguments)
     if options.probe_rate in options.rates:
         raise InputError(f"--probe-rate {options.probe_rate} is one of --rates: the plan would have seen it")
