@@ -21,13 +21,13 @@ Collective = Callable[[Communicator], list[bytes]]
 
 
 class Bystander(Communicator):
-    """Of ranks that others are: who only looks on sends and receives nothing in their place."""
+    """Of ranks that others are: what only they do is a RuntimeError, so that no worker meets to try it again."""
 
     def __init__(self, size: int, timeout: float) -> None:
         super().__init__(0, size, "single", timeout)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise CommunicationError("this takes all ranks, of which this is none, or one that may be repeated")
+        raise RuntimeError("workers that come and go decide by gathered messages and broadcasts alone")
 
     _start_all_to_all = _start_all_gather = _start_broadcast = _start_all_reduce = _subgroup = _refuse
 

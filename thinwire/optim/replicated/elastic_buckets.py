@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import CommunicationError, Communicator
 from thinwire.compress.codecs import resized
-from thinwire.compress.exchange import Exchange
+from thinwire.compress.exchange import Exchange, look_on
 from thinwire.compress.packet import Flags, PacketError
 from thinwire.optim.bucket import Bucket
 from thinwire.optim.freeze_group import FreezeGroup
@@ -86,7 +86,7 @@ class ElasticSynchronizer(Synchronizer):
         """Have all of the step in flight, of which this worker has sent everything, as another has it."""
         packets = iter(arrived.packets)
         for one in self._sent():
-            one.brought = [replace(leg, received=next(packets)) for leg in one.brought]
+            look_on(one, [next(packets) for _ in one.parts])
         self.outcome, self._step.norm, self._step.clip = arrived.backward, arrived.norm, arrived.clip
         self._step.sketched, self.watcher.usually_absent = None, arrived.backward.absent
 

@@ -41,7 +41,6 @@ from thinwire.optim.replicated.joining import (
     Told,
     check_digests,
     look_on_from,
-    put_arrival,
 )
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.optim.replicated.synchronizer import FreezeGroups, SynchronizedBackward
@@ -367,7 +366,8 @@ class ElasticWorkers:
         told, packets = step
         arrival = Arrival.of(told["arrival"].encode(), packets)
         take_over_settings(told, self._state.groups)
-        put_arrival(self._layout, arrival)
+        for bucket in self._layout.buckets:
+            bucket.sent = bucket.exchange
         self._synchronizer.take_over(arrival)
         self._take(arrival)
         self.decisions.adopt(self.decisions.passed, told["decisions"])

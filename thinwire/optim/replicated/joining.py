@@ -19,10 +19,8 @@ from thinwire.comm import CommunicationError, Communicator
 from thinwire.comm.attendance import in_background
 from thinwire.comm.membership import Membership
 from thinwire.comm.pairwise import Messages
-from thinwire.compress.exchange import look_on
 from thinwire.optim.replicated.elastic_buckets import Arrival, hand_on
 from thinwire.optim.replicated.synchronizer import FreezeGroups
-from thinwire.optim.step import Send
 from thinwire.optim.wire import Wire
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.replica import checksum
@@ -125,7 +123,7 @@ class Teller:
         self._leads = number == 0
         self._where = where
         flat = [one.detach().reshape(-1) for one in tensors]
-        self._parts = [flat[one][place].cpu().clone() for one, place in _pieces(tensors)[number::size]]
+        self._parts = [flat[one][place].to("cpu", copy=True) for one, place in _pieces(tensors)[number::size]]
         self._room = sum(one.nbytes for one in flat)
         self._steps: SimpleQueue[Step | None] = SimpleQueue()
         self._telling = in_background(lambda: self._tell(connected))
@@ -282,16 +280,6 @@ def look_on_from(layout: FreezeGroups, wire: Wire) -> None:
     before = layout.cut_anew(wire)
     for group in layout.groups:
         hand_on(before.pop(0), group, {})
-
-
-def put_arrival(layout: FreezeGroups, arrival: Arrival) -> None:
-    """Have a step of other ranks be where all of it has come."""
-    packets = iter(arrival.packets)
-    for group in layout.groups:
-        for bucket in group.buckets:
-            assert group.send in (Send.EXACT, Send.COMPRESSED), "local steps are not looked on at"
-            bucket.sent = bucket.exchange
-            look_on(bucket.sent, [next(packets) for _ in bucket.sent.parts])
 
 
 def check_digests(digests: Sequence[bytes], names: Sequence[str]) -> None:
