@@ -1,4 +1,4 @@
-"""1-bit optimizers whose workers are killed by SIGKILL in any part of a step, two at once, in a meeting, while another
+"""Optimizers whose workers are killed by SIGKILL in any part of a step, two at once, in a meeting, while another
 joins, or held up, and die while joining: those that are left end with the bits of a run, on threads, whose workers left
 and came at the same steps, and every sample counts once an epoch.
 
@@ -55,6 +55,11 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lamb": (thinwire.OneBitLamb, {"freeze_step": 20}),
     "lion": (thinwire.OneBitLion, {}),
     "zero-one adam": (thinwire.ZeroOneAdam, {"var_freeze_step": 20, "local_step_scaler": 8, "local_step_clipper": 4}),
+    "adamw": (
+        thinwire.ShardedOptimizer,
+        {"optimizer_class": torch.optim.AdamW, "stage": 0, "codec": "int4", "max_norm": 1.0},
+    ),
+    "muon": (thinwire.ShardedOptimizer, {"optimizer_class": thinwire.optim.Muon, "stage": 0}),
 }
 POINTS: dict[str, tuple[Any, str]] = AT_MEETINGS | {
     "leg 1": (GenerationCommunicator, "all_to_all"),
@@ -306,7 +311,7 @@ def run(count: int, seed: int, python: str = sys.executable) -> Outcome:
 def main(count: int, seed: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    load_kernels("sign1", "stat2")
+    load_kernels("sign1", "stat2", "int4")
     source = random.Random(seed)
     forms = list(product(KINDS, (4, 6)))
     for number in range(count):

@@ -33,6 +33,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(communicator, "_ALARM_INTERVAL", 0.02)
 
 
+def exact(inner: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    return thinwire.ShardedOptimizer, {"optimizer_class": inner, "stage": 0, **options}
+
+
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adam": (thinwire.OneBitAdam, {"freeze_step": 6}),
     "adam, clipped": (thinwire.OneBitAdam, {"freeze_step": 6, "max_norm": 0.5}),
@@ -43,6 +47,9 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
         thinwire.ZeroOneAdam,
         {"var_freeze_step": 6, "local_step_scaler": 4, "local_step_clipper": 4, "var_update_scaler": 2},
     ),
+    "sharded adamw": exact(torch.optim.AdamW),
+    "sharded sgd, int4": exact(torch.optim.SGD, momentum=0.9, dampening=0.1, codec="int4"),
+    "sharded muon": exact(thinwire.optim.Muon),
 }
 
 
@@ -147,6 +154,9 @@ def test_undisturbed_it_is_the_plain_optimizer_bit_for_bit(kind: str) -> None:
         ("lamb", 5, 4, False, True),
         ("lamb", 9, 3, True, True),
         ("lion", 9, 2, False, False),
+        ("sharded adamw", 9, 2, True, True),
+        ("sharded sgd, int4", 1, 2, False, False),
+        ("sharded sgd, int4", 9, 2, True, True),
         ("zero-one adam", 5, 4, True, True),  # the freeze
         ("zero-one adam", 9, 1, True, False),  # a local step before a sync
     ],
@@ -196,6 +206,8 @@ def test_who_lacks_some_of_a_step_that_others_have_takes_it_over(kind: str, at: 
         ("adam", 9, "other bits"),
         ("lamb", 2, "other bits"),
         ("adam", 2, "no more is told"),
+        ("sharded sgd, int4", 9, ""),
+        ("sharded muon", 2, ""),
     ],
 )
 def test_who_joins_has_the_weights_and_the_state_of_the_others(
@@ -348,7 +360,7 @@ def test_every_sample_counts_once_an_epoch_in_batches_of_one_size(kind: str, mon
     assert len(counted) == 60
 
 
-@pytest.mark.parametrize("kind", ["adam", "adam, int4 warmup", "zero-one adam"])
+@pytest.mark.parametrize("kind", ["adam", "adam, int4 warmup", "zero-one adam", "sharded sgd, int4", "sharded muon"])
 @pytest.mark.parametrize("at", [4, 11])
 def test_a_job_resumes_in_another_bit_for_bit(kind: str, at: int) -> None:
     saved, weights = dict[int, dict[str, Any]](), dict[int, dict[str, Tensor]]()
@@ -421,6 +433,24 @@ def test_what_elastic_workers_cannot_have_is_refused_at_once(
 ) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         make(Tower(), "adam", **{"elastic": SETTINGS} | options)
+
+
+@pytest.mark.parametrize(
+    ("inner", "options", "message"),
+    [
+        (torch.optim.AdamW, {"stage": 1}, "elastic goes with stage=0"),
+        (torch.optim.AdamW, {"offload": True}, "offload does not go with elastic="),
+        (torch.optim.AdamW, {"comm": threads.single(1.0)}, "a worker of an elastic job is one process"),
+        (torch.optim.AdamW, {"rest_codec": "int8"}, "rest_codec does not go with elastic="),
+        (torch.optim.Adafactor, {}, "Adafactor keeps 'row_var' of shape (2, 1), torch.float32 for a parameter"),
+    ],
+)
+def test_what_elastic_workers_of_a_sharded_optimizer_cannot_have_is_refused_at_once(
+    inner: Any, options: dict[str, Any], message: str
+) -> None:
+    given = {"stage": 0, "elastic": SETTINGS} | options
+    with pytest.raises(ValueError, match=re.escape(message)):
+        thinwire.ShardedOptimizer(Tower().parameters(), inner, **given)
 
 
 def test_a_sampler_is_refused_where_it_could_not_deal() -> None:

@@ -123,7 +123,7 @@ class Adam(Algorithm):
     weights move, in one pass; frozen steps are what `form` says.
     """
 
-    state: ClassVar[Mapping[str, Keep]] = {"exp_avg": Keep.EVERY_RANK, "exp_avg_sq": Keep.OWNER}
+    state: Mapping[str, Keep] = {"exp_avg": Keep.EVERY_RANK, "exp_avg_sq": Keep.OWNER}
     frozen_state: ClassVar[Mapping[str, str | None]] = {"exp_avg": "exp_avg", "denominator": "exp_avg_sq"}
 
     def __init__(self, compressed: Compressed) -> None:

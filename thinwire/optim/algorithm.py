@@ -129,7 +129,7 @@ class Algorithm(ABC):
     form: Form
     """Compressed steps, as far as they can be said as data."""
 
-    state: ClassVar[Mapping[str, Keep]]
+    state: Mapping[str, Keep]
     """State from the first step on: fp32, zeros, but for denominators, which begin infinite."""
 
     frozen_state: ClassVar[Mapping[str, str | None]] = {}

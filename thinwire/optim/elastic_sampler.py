@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import Sampler
 
 from thinwire.optim.diloco.elastic_home import ElasticHome
-from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.options import check_count
 from thinwire.optim.replicated.elastic_workers import ElasticWorkers
 from thinwire.optim.replicated.home import ReplicatedHome
+from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 Batch = TypeVar("Batch")
 
@@ -113,7 +113,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
     ) -> None:
         home = getattr(optimizer, "_home", None)
         workers = home.workers if isinstance(home, ReplicatedHome) else None
-        if not isinstance(optimizer, CompressedOptimizer) or workers is None:
+        if not isinstance(optimizer, SynchronizedOptimizer) or workers is None:
             raise TypeError(
                 "ElasticBatchSampler needs an optimizer with elastic= in whose steps all workers take part: with "
                 f"DiLoCo use ElasticSampler, without elastic= torch's own; got {type(optimizer).__name__}"
@@ -194,7 +194,7 @@ class StepBatches(Generic[Batch]):
     """This worker's batches of one step. `weight`: what each batch's mean loss counts, so that the step's gradient is
     the mean over all samples of all workers. Backwards but for that of the last batch only add up."""
 
-    def __init__(self, optimizer: CompressedOptimizer, batches: Iterator[Batch], count: int, weight: float) -> None:
+    def __init__(self, optimizer: SynchronizedOptimizer, batches: Iterator[Batch], count: int, weight: float) -> None:
         self._optimizer, self._batches, self._count, self.weight = optimizer, batches, count, weight
 
     def __iter__(self) -> Iterator[Batch]:

@@ -54,7 +54,8 @@ class AlgorithmHome(Home):
 
     def _make_rule(self) -> FreezeRule | None:
         """Make the rule that ends the warmup of parameters that enter now."""
-        return self._recipe.rule(max(group["betas"][1] for group in self.in_flight.groups))
+        betas = [group["betas"][1] for group in self.in_flight.groups if "betas" in group]
+        return self._recipe.rule(max(betas, default=0.0))
 
     @property
     def recipe(self) -> Recipe:

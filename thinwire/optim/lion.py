@@ -4,7 +4,7 @@ through it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class Lion(Algorithm):
     Weights move by its sign; what the ranks agreed on gives back the gradient that the momentum follows.
     """
 
-    state: ClassVar[Mapping[str, Keep]] = {"exp_avg": Keep.EVERY_RANK}
+    state: Mapping[str, Keep] = {"exp_avg": Keep.EVERY_RANK}
     freezes = False
     form = Form("exp_avg", None, payload="plain", update=None)
 

@@ -134,7 +134,7 @@ class HomeOptions:
             raise ValueError("warmup_wire and averaging's wire_dtype say the same: give one of them")
         check_interval(self.resync_interval)
         if self.elastic is not None:
-            self._check_elastic()
+            self.check_elastic()
         if self.on_drift not in ("repair", "raise"):
             raise ValueError(f"on_drift must be 'repair' or 'raise', got {self.on_drift!r}")
         if self.reversible is False and self.max_norm:
@@ -148,7 +148,8 @@ class HomeOptions:
             if getattr(self, name) != getattr(default, name):
                 raise ValueError(f"{name}={getattr(self, name)!r} does not go with stage={self.stage}: {instead}")
 
-    def _check_elastic(self) -> None:
+    def check_elastic(self) -> None:
+        """Raise ValueError or TypeError for what elastic workers cannot have."""
         if not isinstance(self.elastic, Elastic):
             raise TypeError(f"elastic must be a thinwire.Elastic, got {self.elastic!r}")
         if self.stage:
@@ -200,8 +201,8 @@ class HomeOptions:
         }
 
 
-COMPRESSED_WIRES: Final = ("int8", "int4")
-"""Those of the warmup that keep residuals."""
+COMPRESSED_WIRES: Final = ("int8", "int4", "fp8", "stat2", "sign1")
+"""Those that keep residuals."""
 
 _DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _EXACT_CODECS: Mapping[torch.dtype, CodecName] = {torch.float32: "none", torch.bfloat16: "bf16", torch.float16: "fp16"}

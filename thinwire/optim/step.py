@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from thinwire.compress.packet import Flags
+from thinwire.compress.packet_layout import BlockCodecName
 from thinwire.optim.settings import WarmupWire
 from thinwire.zero.rank_checks import NormSketch, clip_of_norm
 from thinwire.zero.replica import Replica
@@ -299,7 +300,19 @@ class _Layer(_Part):
     scale: float
 
 
+class _Value(_Part):
+    value: int | float | bool | list[int | float | bool]
+    dtype: Literal["float32", "float64", "bfloat16", "float16", "int64", "int32", "bool"] | None
+    beside_weight: bool
+
+
+class _Begun(_Part):
+    held: list[str]
+    beside: dict[str, _Value]
+
+
 class _Scalars(_Part):
+    torch: dict[str, _Begun] = {}
     layers: dict[str, _Layer] = {}
     coefficients: dict[str, float] = {}
     variance_updates: Count = 0
@@ -331,7 +344,7 @@ class AlgorithmCounters(Counters):
     nodes: list[int] | None
     step: Count
     loss_scale: Positive
-    warmup_wire: WarmupWire = "fp32"
+    warmup_wire: WarmupWire | BlockCodecName = "fp32"
     freeze_groups: list[_FreezeGroup]
     shared_at: Count | None = None
     resynchronized_at: Count = 0

@@ -69,7 +69,7 @@ class ZeroOne(LocalSteps, Algorithm):
     """
 
     form = Form("exp_avg", "denominator", payload=None, update=None)
-    state: ClassVar[Mapping[str, Keep]] = {
+    state: Mapping[str, Keep] = {
         "exp_avg": Keep.EVERY_RANK,
         "exp_avg_sq": Keep.OWNER,
         "denominator": Keep.EVERY_RANK,

@@ -19,14 +19,16 @@ from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import Nodes, raise_together
+from thinwire.comm.elastic import Elastic
 from thinwire.comm.launch import join
 from thinwire.compress.packet_layout import CodecName
+from thinwire.lazy_imports import provided
 from thinwire.zero import rounded
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, model_state_formula
 from thinwire.zero.disk import Disk
 from thinwire.zero.gradients import BucketGradients, averaging_gradients
 from thinwire.zero.gradients_on_disk import GradientsOnDisk
-from thinwire.zero.home import NO_GRADIENTS, Held, ParameterState, StepResult
+from thinwire.zero.home import NO_GRADIENTS, Held, Home, ParameterState, StepResult
 from thinwire.zero.master_weights import ShardedParameters, bring_beside
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_same_kind, clip_coefficient, compare_replicas
@@ -77,6 +79,8 @@ class ShardedOptimizer(SynchronizedOptimizer):
         nodes: with `codec`, which ranks share a node, in which gradients are added up exactly, and which sends what one
             rank would: as in OneBitAdam, but nodes must have equally many.
         resync_interval: steps between two comparisons of replicas, at stage 0 and with `codec`.
+        elastic: workers, each a process, that come and go while the job runs, over Gloo; at stage 0, for classes whose
+            state has an fp32 value for each element, or one for all. `.grad` then keeps this worker's own gradients.
         options: for the optimizer class: lr, betas, ...
 
     A parameter without a gradient on some ranks counts as zero there; without one on any rank it is left alone, as in
@@ -106,9 +110,10 @@ class ShardedOptimizer(SynchronizedOptimizer):
         low_rank: int = 0,
         nodes: Nodes = "auto",
         resync_interval: int = 100,
+        elastic: Elastic | None = None,
         **options: Any,
     ) -> None:
-        self.comm, self.stage = join(comm, mesh), stage
+        self.stage = stage
         self.max_norm = max_norm = 0.0 if max_norm is None else max_norm
         self._saved_name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
         whole = getattr(optimizer_class, "whole_parameters", Sharding.whole_parameters)
@@ -118,6 +123,8 @@ class ShardedOptimizer(SynchronizedOptimizer):
         pairs = ((one, one if stage == 0 else "int8") if isinstance(one, str) else one for one in (codec, rest_codec))
         by, told = nodes if codec is not None else "flat", {"resync_interval": resync_interval}
         sharding = Sharding(*laid_out, by, next(pairs), next(pairs), low_rank, disk)
+        homes: Any = None if elastic is None else provided("homes of elastic workers")
+        self.comm = join(comm, mesh) if homes is None else homes.own_rank(elastic, sharding, comm, mesh)
         error: Exception | None = None
         try:
             if codec is None and not isinstance(nodes, str):
@@ -131,10 +138,16 @@ class ShardedOptimizer(SynchronizedOptimizer):
             error = raised
         raise_together(self.comm, error, "build its optimizer")
         check_same_kind(self.comm, f"{type(self).__name__} of {self._saved_name}", stage)
-        parameters = ShardedParameters(self, self.comm, named_parameters, sharding, told)
-        home = _ElementwiseHome(parameters, lambda groups: optimizer_class(groups, **options), resync_interval)
+        build = partial(optimizer_class, **options)
+        if homes is None:
+            parameters = ShardedParameters(self, self.comm, named_parameters, sharding, told)
+            home: Home = (sharded := _ElementwiseHome(parameters, build, resync_interval))
+            self._shown = sharded.shown
+        else:
+            given = self, self.comm, build, self._saved_name, sharding
+            home, self._shown = homes.elastic_home(*given, named_parameters, elastic=elastic, **told)
+            self.comes_and_goes = True
         self._move_in(home, averaging.times_mean(self.comm.size))
-        self._optimizers = home.optimizers
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -143,7 +156,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
 
         There is one of that class for each bucket; set rates in `param_groups`, which all of them follow.
         """
-        return next((one for one in self._optimizers if one.optimizer is not None), self._optimizers[0]).shown()
+        return self._shown()
 
 
 class _ElementwiseHome(ShardedHome):
@@ -171,6 +184,10 @@ class _ElementwiseHome(ShardedHome):
             disk.finish()
         self.watcher.use(self.gradients, self._keeps_gradients)
         self._comparisons = ComparisonTimes(resync_interval)
+
+    def shown(self) -> torch.optim.Optimizer:
+        """The torch optimizer of the first bucket of which this rank keeps anything."""
+        return next((one for one in self.optimizers if one.optimizer is not None), self.optimizers[0]).shown()
 
     def _averaging_gradients(self, parameters: ShardedParameters) -> Sequence[BucketGradients]:
         sharding, seal = parameters.sharding, self.watcher.seal

@@ -147,7 +147,8 @@ def _check(home: Home, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[
             f"this state_dict is not as state_dict() gave it: {first_fault(error)}. {_AS_SAVED}"
         ) from None
     for index, entry in state_dict["state"].items():
-        given = tuple(entry["exp_avg"].shape) if "exp_avg" in entry else "no state"
+        one = entry.get("exp_avg", next(iter(entry.values()), None))
+        given = "no state" if one is None else tuple(one.shape)
         wanted = tuple(parameters[index].shape) if index < len(parameters) else "no such parameter"
         if given != wanted:
             raise ValueError(
