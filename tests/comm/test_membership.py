@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,15 +147,17 @@ def test_a_lost_meeting_place_is_an_error_that_says_so() -> None:
     release.set()
 
 
-def test_workers_meet_at_a_served_place_and_at_none_that_nobody_serves() -> None:
+def test_workers_meet_in_a_file_or_at_a_served_place_and_at_none_that_nobody_serves(tmp_path: Path) -> None:
     address = "127.0.0.1:29517"
     place = serve(address)
-    settings = Elastic(workers=1, address=address)
-    worker = Membership(settings, *reach(settings), threads.single(30.0))
-    assert worker.meet(None, alarm=False).index == 0
-    assert [worker.claim(5), worker.claim(2), worker.claim(1)] == [0, 5, 7]
-    assert worker.finish()
+    for settings in (Elastic(workers=1, address=address), Elastic(workers=1, address=f"file:{tmp_path}/meeting")):
+        worker = Membership(settings, *reach(settings), threads.single(30.0))
+        assert worker.meet(None, alarm=False).index == 0
+        assert [worker.claim(5), worker.claim(2), worker.claim(1)] == [0, 5, 7]
+        assert worker.finish()
     del place
+    refused(MembershipError, "cannot be written", reach, Elastic(workers=1, address=f"file:{tmp_path}/no/meeting"))
+    refused(ValueError, "served by none: start the workers with file:/x", serve, "file:/x")
     with pytest.raises(MembershipError, match=r"no meeting place is served at 127.0.0.1:1: start `python -m"):
         reach(Elastic(workers=1, address="127.0.0.1:1", join_timeout=0.1, timeout=30.0))
 
@@ -178,6 +181,7 @@ def test_settings_that_cannot_work(options: dict[str, Any], error: str) -> None:
 def test_where_workers_meet_and_launchers_that_would_end_the_survivors() -> None:
     assert meeting_place(SETTINGS, {"THINWIRE_MEETING": "host0:29400"}) == ("host0", 29400)
     assert meeting_place(Elastic(workers=1, address="::1:5"), {"THINWIRE_MEETING": "host0:29400"}) == ("::1", 5)
+    assert meeting_place(SETTINGS, {"THINWIRE_MEETING": "file:/shared/a:b"}) == ("/shared/a:b", 0)
     for wrong in ("host0", "host0:", ":5", "host0:70000", "host0:x"):
         refused(ValueError, "must be HOST:PORT", meeting_place, SETTINGS, {"THINWIRE_MEETING": wrong})
     refused(ValueError, "no meeting place of elastic workers is given", meeting_place, SETTINGS, {})

@@ -13,9 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from thinwire.comm.attendance import in_background
 from thinwire.comm.collectives import check_timeout
@@ -24,6 +25,8 @@ from thinwire.comm.torch_backend import serve_store
 
 MEETING_PLACE = "THINWIRE_MEETING"
 """The environment variable that says where workers meet."""
+
+_IN_A_FILE = "file:"
 
 _LEAST_SILENCE = 2.0
 
@@ -37,14 +40,16 @@ class MembershipError(CommunicationError):
 class Elastic:
     """Workers that come and go while a job runs.
 
-    They meet at a store that `python -m thinwire meet ADDRESS` serves, a process of its own that has to outlive them.
+    They meet at a store that `python -m thinwire meet ADDRESS` serves, a process of its own that has to outlive them,
+    or in a file.
     How each is started is its own affair: `python`, or `torchrun --standalone`. Ranks and sizes that a launcher gives
     are not looked at: each process is a worker, unless the optimizer gets a communicator, whose ranks are one then.
 
     Args:
         workers: with how many the job begins.
         min_workers: with how many it goes on; where fewer are left they wait for others.
-        address: "HOST:PORT" of the meeting place; by default what the environment says in THINWIRE_MEETING.
+        address: "HOST:PORT" of the meeting place, or "file:PATH" of a file on a file system that all workers share and
+            lock, which nothing serves; by default what the environment says in THINWIRE_MEETING.
         job: tells jobs at one meeting place apart, and one run of a job from its next.
         timeout: seconds that one worker may keep the others waiting: more than the slowest takes from one outer step to
             the next, evaluation included.
@@ -80,16 +85,20 @@ class Elastic:
 
 
 def meeting_place(settings: Elastic, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Host and port where workers meet. Raises ValueError if none is given, or what is given is no address."""
+    """Host and port where workers meet; of a file its path, and 0. Raises ValueError if none is given, or what is given
+    is no address."""
     given = settings.address or environ.get(MEETING_PLACE)
     if given is None:
         raise ValueError(
             "no meeting place of elastic workers is given: start `python -m thinwire meet HOST:PORT` and set "
-            f"{MEETING_PLACE}=HOST:PORT in every worker's environment, or pass Elastic(address=...)"
+            f"{MEETING_PLACE}=HOST:PORT in every worker's environment, or to file:PATH of a file that all share, or "
+            "pass Elastic(address=...)"
         )
+    if given.startswith(_IN_A_FILE):
+        return given.removeprefix(_IN_A_FILE), 0
     host, _, port = given.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"the meeting place must be HOST:PORT, as 10.0.0.1:29400, got {given!r}")
+        raise ValueError(f"the meeting place must be HOST:PORT, as 10.0.0.1:29400, or file:PATH, got {given!r}")
     return host, int(port)
 
 
@@ -118,7 +127,10 @@ def serve(address: str) -> TCPStore:
 
     Raises ValueError where `address` is none, and OSError where this host cannot listen there.
     """
-    return serve_store(*meeting_place(Elastic(workers=1, address=address)), timedelta(seconds=_SECONDS))
+    host, port = meeting_place(Elastic(workers=1, address=address))
+    if not port:
+        raise ValueError(f"a meeting place in a file is served by none: start the workers with {address}")
+    return serve_store(host, port, timedelta(seconds=_SECONDS))
 
 
 def reach(settings: Elastic) -> tuple[Store, str]:
@@ -129,6 +141,8 @@ def reach(settings: Elastic) -> tuple[Store, str]:
     """
     check_launcher()
     host, port = meeting_place(settings)
+    if not port:
+        return _file_store(Path(host)), f"{_IN_A_FILE}{host}"
     try:
         store = TCPStore(host, port, None, False, timedelta(seconds=settings.join_timeout), wait_for_workers=False)
     except RuntimeError as error:
@@ -137,6 +151,16 @@ def reach(settings: Elastic) -> tuple[Store, str]:
             f"({error})"
         ) from error
     return store, f"{host}:{port}"
+
+
+def _file_store(path: Path) -> Store:
+    try:
+        path.touch()
+    except OSError as error:
+        raise MembershipError(
+            f"the meeting place {path} cannot be written: give a file in a folder that all workers share ({error})"
+        ) from error
+    return FileStore(str(path), -1)
 
 
 Result = TypeVar("Result")
