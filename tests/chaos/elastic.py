@@ -16,11 +16,13 @@ import random
 import re
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -31,6 +33,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 import thinwire
 from tests.chaos.harness import Outcome
+from tests.chaos.hosts import Hosts
 from tests.chaos.kills import in_own_process, load_kernels
 from tests.engine.checkpoint.kill import exit_code, fork
 from tests.launching import free_port
@@ -99,13 +102,16 @@ class Trial:
     """One job of workers of `size` processes; worker w has those from w · size on. `deaths`: by process; workers beyond
     `WORKERS` join `late` seconds after the others are in. `garbage`: the worker that sends it, of which kind, and from
     which step on. `held_up`: when which process stands still for so long that the worker is dropped, if it is its
-    first. `pace`: seconds a step."""
+    first. `cut`: when which host's link is cut, and for how long, -1 for the meeting place's.
+    `in_a_file`: whether they meet there. `pace`: seconds a step."""
 
     what: str
     deaths: dict[int, Death] = field(default_factory=dict)
     late: tuple[float, ...] = ()
     held_up: dict[int, float] = field(default_factory=dict)
+    cut: dict[int, tuple[float, float]] = field(default_factory=dict)
     garbage: tuple[int, str, int] | None = None
+    in_a_file: bool = False
     pace: float = PAUSE
     codec: CodecName = "int8"
     size: int = 1
@@ -240,17 +246,26 @@ def send_garbage(kind: str, first: int) -> None:
 
 
 def run_trial(
-    trial: Trial, live: Callable[[int, str, Any, int], None] = live, workers: int = WORKERS
+    trial: Trial,
+    live: Callable[[int, str, Any, int], None] = live,
+    workers: int = WORKERS,
+    hosts: Hosts | None = None,
 ) -> tuple[list[list[str]], dict[int, int]]:
     """What the ledger says, word by word, and each process's exit code; -SIGALRM for one that hung."""
-    address = f"127.0.0.1:{free_port()}"
+    folder = tempfile.TemporaryDirectory()
+    served = f"{hosts.place_address if hosts else '127.0.0.1'}:{free_port()}"
+    address = f"file:{folder.name}/meeting" if trial.in_a_file else served
     reader, writer = os.pipe()
-    place = fork(lambda: hold_open(address))
+
+    def start(host: int, body: Callable[[], None]) -> int:
+        return fork(lambda: (hosts.enter(host) if hosts else None, body())[1])
+
+    place = start(hosts.place if hosts else -1, lambda: hold_open(served))
     processes: dict[int, int] = {}
 
     def begin(worker: int) -> None:
         for number in range(worker * trial.size, (worker + 1) * trial.size):
-            processes[number] = fork(lambda number=number: live(number, address, trial, writer))  # type: ignore[misc]
+            processes[number] = start(worker, lambda number=number: live(number, address, trial, writer))  # type: ignore[misc]
 
     for worker in range(workers):
         begin(worker)
@@ -275,6 +290,10 @@ def run_trial(
                         lambda number=number, kind=kind: send(kind, processes[number], number in codes),  # type: ignore[misc]
                     )
                 )
+        for number, (delay, seconds) in trial.cut.items():
+            assert hosts is not None
+            cable = partial(hosts.plug, hosts.place if number < 0 else number)
+            due += [(delay, partial(cable, False)), (delay + seconds, partial(cable, True))]
         due += [(delay, lambda worker=worker: begin(worker)) for worker, delay in enumerate(trial.late, workers)]  # type: ignore[misc]
         for delay, action in sorted(due, key=lambda one: one[0]):
             clock.wait(lambda delay=delay: time.monotonic() >= began + delay)  # type: ignore[misc]
@@ -290,6 +309,7 @@ def run_trial(
         exit_code(place)
         os.close(reader)
         os.close(writer)
+        folder.cleanup()
     return [line.split() for line in "".join(lines).splitlines()], codes
 
 

@@ -1,6 +1,7 @@
 """Optimizers whose workers are killed by SIGKILL in any part of a step, two at once, in a meeting, while another
-joins, or held up, and die while joining: those that are left end with the bits of a run, on threads, whose workers left
-and came at the same steps, and every sample counts once an epoch.
+joins, or held up, and die while joining; or whose link, or the meeting place's, is cut for a while, as root on Linux:
+those that are left end with the bits of a run, on threads, whose workers left and came at the same steps, and every
+sample counts once an epoch.
 
 ``python -m tests.chaos.heal 50 7`` runs 50 jobs from seed 7. Optimizers, and jobs of 4 and 6 workers, take turns.
 """
@@ -15,6 +16,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -24,6 +26,7 @@ from torch.distributed import HashStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import thinwire
+from experiments.ethernet.cluster.commands import missing
 from tests.chaos.elastic import (
     AT_MEETINGS,
     LIMIT_SECONDS,
@@ -36,6 +39,7 @@ from tests.chaos.elastic import (
     run_trial,
 )
 from tests.chaos.harness import Outcome
+from tests.chaos.hosts import Hosts, emulated_hosts
 from tests.chaos.kills import in_own_process, load_kernels
 from tests.engine.checkpoint.kill import exit_code, fork
 from tests.optim.diloco.tower import Tower, flat, together
@@ -85,10 +89,14 @@ class Job(Trial):
     workers: int = 4
 
     @classmethod
-    def of(cls, source: random.Random, kind: str, workers: int) -> Job:
+    def of(cls, source: random.Random, kind: str, workers: int, has_links: bool) -> Job:
         what = source.choice(
-            ("one", "one", "two at once", "in the meeting", "joins", "joins, and one dies", "a joiner dies", "held up")
+            (
+                *("one", "one", "two at once", "in the meeting", "joins", "joins, and one dies", "a joiner dies"),
+                *("held up", "cut", "meeting place cut"),
+            )
         )
+        what = what if has_links or "cut" not in what else "one"
         first, second = source.sample(range(workers), 2)
         delay = Death(source.random() * LONGEST_DELAY)
         death = delay if source.random() < 0.3 else Death.random(source, _TRAINING, 60)
@@ -103,10 +111,15 @@ class Job(Trial):
             "joins, and one dies": ({first: death}, late),
             "a joiner dies": ({workers: joiner, first: death}, (0.2, 0.4)),
             "held up": ({}, ()),
+            "cut": ({}, ()),
+            "meeting place cut": ({}, ()),
         }[what]
         held_up = {first: source.random()} if what == "held up" else {}
-        pace = 0.1 if held_up else PACE
-        return cls(what, deaths, comes, held_up, pace=pace, kind=kind, workers=workers)  # type: ignore[arg-type]
+        lasts = source.random(), 0.3 + source.random() * 3 * SILENCE
+        cut = {first if what == "cut" else -1: lasts} if "cut" in what else {}
+        pace = 0.1 if held_up or cut else PACE
+        in_a_file = not cut and source.random() < 0.3
+        return cls(what, deaths, comes, held_up, cut, None, in_a_file, pace, kind=kind, workers=workers)  # type: ignore[arg-type]
 
 
 def make(kind: str, model: Tower, settings: thinwire.Elastic) -> Any:
@@ -177,19 +190,19 @@ def live(number: int, address: str, job: Job, ledger: int) -> None:
         )
     except CommunicationError as error:
         write("error", number, error)
-        late = "is over" in str(error) or "took this one for dead" in str(error)
+        late = any(words in str(error) for words in ("is over", "took this one for dead", "does not answer"))
         os._exit(TOO_LATE if late else 1)
     write("end", number, digest(model))
 
 
-def judge(job: Job) -> list[str]:
+def judge(job: Job, hosts: Hosts | None = None) -> list[str]:
     """What is wrong with a job's end."""
-    lines, codes = run_trial(job, live, job.workers)
+    lines, codes = run_trial(job, live, job.workers, hosts if job.cut else None)
     errors = {int(line[1]): " ".join(line[2:]) for line in lines if line[0] == "error"}
     bad = []
     for number, code in codes.items():
         allowed = {0, -9} if number in job.deaths else {0}
-        allowed |= {TOO_LATE} if number >= job.workers or number in job.held_up else set()
+        allowed |= {TOO_LATE} if number >= job.workers or number in (*job.held_up, *job.cut) else set()
         if code not in allowed:
             bad.append(f"process {number} ended with {code}: {errors.get(number, '')}")
     ends = {int(line[1]): line[2] for line in lines if line[0] == "end"}
@@ -312,14 +325,15 @@ def main(count: int, seed: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     load_kernels("sign1", "stat2", "int4")
-    source = random.Random(seed)
+    source, has_links = random.Random(seed), missing() is None
     forms = list(product(KINDS, (4, 6)))
-    for number in range(count):
-        begin = time.monotonic()
-        job = Job.of(source, *forms[number % len(forms)])
-        bad = judge(job)
-        print(f"{time.monotonic() - begin:.1f} s {job}", file=sys.stderr, flush=True)
-        print("; ".join(bad).replace("\n", " ") or "good", flush=True)
+    jobs = [Job.of(source, *forms[number % len(forms)], has_links) for number in range(count)]
+    with emulated_hosts(7) if any(job.cut for job in jobs) else nullcontext() as hosts:
+        for job in jobs:
+            begin = time.monotonic()
+            bad = judge(job, hosts)
+            print(f"{time.monotonic() - begin:.1f} s {job}", file=sys.stderr, flush=True)
+            print("; ".join(bad).replace("\n", " ") or "good", flush=True)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def test_surviving_nodes_end_together_and_a_node_joins(jobs: Jobs) -> None:
 
 @pytest.mark.programs
 def test_synchronous_workers_go_on_without_one_and_with_another(jobs: Jobs) -> None:
-    """The first of four dies in the commit of a frozen step, after one has joined."""
+    """The first of four dies once it has all of a frozen step, after one has joined."""
     check(heal.run(1, seed=36, python=jobs.python), 1)
 
 
