@@ -141,6 +141,38 @@ SPOILS: dict[str, dict[tuple[int, int], float]] = {
 }
 
 
+@pytest.mark.parametrize(("workers", "nodes"), [(2, None), (3, None), (3, [0, 1, 1])])
+def test_touched_weights_become_the_mean_of_what_they_were_a_step_before(workers: int, nodes: list[int] | None) -> None:
+    """Each once in as many steps as `touch` takes for all; differences from the outer weights travel in bf16."""
+    turns = 9
+
+    def body(comm: Communicator) -> list[Tensor]:
+        model = nn.Linear(50, 20).requires_grad_(True)
+        worker = comm.rank if nodes is None else nodes[comm.rank]
+        draws, found = torch.Generator().manual_seed(worker), [torch.zeros(1020)]
+        for one in model.parameters():
+            one.data.zero_()
+        optimizer = make(comm, model, lr=1.0, every=1000, touch=2 / 17, nodes="flat" if nodes is None else nodes)
+        for step in range(2 * turns + 1):
+            for one in model.parameters():
+                one.grad = torch.randn(one.shape, generator=draws) * (step < turns)
+            optimizer.step()
+            found.append(flat(model.parameters()).clone())
+        return found
+
+    ran = [one for rank, one in enumerate(threads.run(body, workers)) if nodes is None or rank < 2]
+    taken = torch.zeros(1020)
+    for step in range(turns, 2 * turns):
+        before, after = (torch.stack([one[at] for one in ran]).double() for at in (step, step + 1))
+        touched = (before != after).any(0)
+        taken += touched
+        sent = before.bfloat16().double()
+        torch.testing.assert_close(after, before + touched * (sent.mean(0) - sent), rtol=1e-6, atol=1e-6)
+    assert bool((taken <= 1).all())
+    assert taken.mean() > 0.98  # but for means that are what was there
+    assert bool((after.std(0) < 0.01 * before.abs().max()).all())
+
+
 @pytest.mark.parametrize(
     ("workers", "kind"),
     [*((3, kind) for kind in SPOILS), (1, "scaled"), (1, "all"), (2, "flipped"), (2, "not finite"), (4, "flipped")],
@@ -328,6 +360,10 @@ BAD = [
     ({"guard": 0.5}, ValueError, "guard must be a number from 1 up to, not including, inf, or None, got 0.5"),
     ({"tokens": -1}, ValueError, "tokens must be a number from"),
     ({"share": {"exp_avg": 0}}, ValueError, r"share\['exp_avg'\] must be a whole number of at least 1"),
+    ({"touch": 0.0}, ValueError, "touch must be a part of the weights, above 0 and up to 1"),
+    ({"touch": 0.1, "elastic": Elastic(workers=1, address="here:1")}, ValueError, "None with elastic"),
+    ({"touch": 0.1, "param_dtype": torch.bfloat16}, ValueError, "parameters here are of 16 bits"),
+    ({"touch": 0.1, "nodes": [0, 0]}, ValueError, "averages weights over workers, and there is one"),
     ({"share": ["exp_avg"]}, TypeError, "share must say of kinds"),
     ({"stage": 1}, ValueError, "nodes="),
     ({"stage": 3}, ValueError, "stage must be 0, 1 or 2"),

@@ -147,6 +147,7 @@ class LocalUpdatesOptions(OptionModel):
     block_size: BlockSize = 2048
     nodes: list[Annotated[WholeNumber, Field(ge=0)]] | Literal["auto", "flat"] = "auto"
     share: dict[str, Count] | None = None
+    touch: Annotated[Positive, Field(le=1)] | None = None
     guard: Positive | None = None
     tokens: Positive | None = None
     comm_backend_name: Backend = unset()

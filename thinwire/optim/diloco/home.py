@@ -18,6 +18,7 @@ from thinwire.optim.diloco.checkpoint import LocalCheckpoint, LocalCounters
 from thinwire.optim.diloco.fragments import Fragment, OuterOptimizer, Timetable
 from thinwire.optim.diloco.outer import Arrived, OuterState, OuterStep, UnderWay
 from thinwire.optim.diloco.outer_weights import OuterWeights, SharedStates
+from thinwire.optim.diloco.touches import Touches
 from thinwire.optim.diloco.worker import Worker
 from thinwire.zero.home import Home, ParameterState, StepResult, ring_bytes
 from thinwire.zero.saved_state import SavedSlice, SliceSource
@@ -32,6 +33,7 @@ class LocalHome(Home):
 
     kind = "local"
     counted = LocalCounters
+    touches: Touches | None = None
 
     def __init__(
         self,
@@ -94,7 +96,9 @@ class LocalHome(Home):
     @property
     @override
     def bytes_sent_between_nodes(self) -> int:
-        return self._exchange_comm.traffic.bytes_sent + (0 if self._links is None else self._links.bytes_between)
+        touched = 0 if self.touches is None else self.touches.comm.traffic.bytes_sent
+        sent = self._exchange_comm.traffic.bytes_sent + touched
+        return sent + (0 if self._links is None else self._links.bytes_between)
 
     # One step
 
@@ -102,9 +106,15 @@ class LocalHome(Home):
     def step(self) -> StepResult:
         """Take this worker's own step, then do what the timetable has for it."""
         self._take_over_written()
+        if self.touches is not None:
+            self.touches.send(self.steps)
         result = self.worker.step(self.loss_scale, self.overflows)
         self.steps += 1
+        if self.touches is not None:
+            self.touches.take_in()
         self._take_part()
+        if self.touches is not None:
+            self.touches.send(self.steps)
         return result
 
     def _take_part(self) -> None:
@@ -188,6 +198,8 @@ class LocalHome(Home):
         self.steps, self.met_at, self.under_way = self._checkpoint(self._states()).load(source)
         for one in self.under_way if not self._carries else ():
             one.departed = None
+        if self.touches is not None:
+            self.touches.forget()
         self.weights.note_met()
 
     @override
@@ -228,6 +240,8 @@ class LocalHome(Home):
     def close(self) -> None:
         self.worker.close()
         self._exchange_comm.close()
+        if self.touches is not None:
+            self.touches.comm.close()
         if self._links is not None:
             self._links.close()
 
@@ -257,6 +271,8 @@ class LocalHome(Home):
         return self._states()
 
     def _note_met(self) -> None:
+        if self.touches is not None:
+            self.touches.forget()
         self.met_at = self.steps
         self.weights.note_met()
 

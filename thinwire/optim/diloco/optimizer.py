@@ -35,6 +35,7 @@ from thinwire.optim.diloco.options import (
     tensors_in,
 )
 from thinwire.optim.diloco.outer import OuterStep, make_outer_step
+from thinwire.optim.diloco.touches import Touches
 from thinwire.optim.diloco.worker import NodeWorker, Worker
 from thinwire.optim.elastic_job import enter_elastic_job, own_communicator
 from thinwire.optim.muon import mark_matrices
@@ -91,6 +92,8 @@ class DiLoCo(SynchronizedOptimizer):
         share: kinds of the inner optimizer's state that workers average too, and each with every how manieth outer step
             of the weights, as {"exp_avg": 1, "exp_avg_sq": 6}, or {"momentum_buffer": 1} of Muon. They go through
             `codec`, those without negative values through bf16, and each worker goes on from the mean.
+        touch: what part of fp32 weights to average over workers after every step too, while the next one is computed,
+            as 0.001, in random blocks by a common seed (SPARTA, EXO Labs 2025).
         guard: leave workers out of an outer step whose outer gradient of a fragment is an outlier, by so many standard
             deviations of the norms so far, as 3, and twice their mean (EDiT, arXiv 2412.07210), by its direction, or as
             it is not finite; where all are, no outer step is taken. Those left out go on from the outer weights.
@@ -137,6 +140,7 @@ class DiLoCo(SynchronizedOptimizer):
         param_dtype: torch.dtype | None = None,
         inside: Mapping[str, Any] | None = None,
         share: dict[str, int] | None = None,
+        touch: float | None = None,
         guard: float | None = None,
         tokens: float | None = None,
         elastic: Elastic | None = None,
@@ -146,10 +150,9 @@ class DiLoCo(SynchronizedOptimizer):
             comm, nodes = own_communicator(elastic, comm, comm_backend_name, nodes, stage), "flat"
         self.comm = join(comm, mesh, comm_backend_name)
         self.stage, self.comes_and_goes, self.max_norm = stage, elastic is not None, max_norm or 0.0
-        overlap, mix = overlap_and_mix(every, overlap, mix)
-        plan: dict[str, Any] = {"every": every, "overlap": overlap, "fragments": fragments, "mix": mix, "stage": stage}
+        plan = {"every": every, "fragments": fragments, "stage": stage, **overlap_and_mix(every, overlap, mix)}
         wire = {"codec": codec, "block_size": block_size, "max_norm": self.max_norm, "guard": guard, "tokens": tokens}
-        outer: dict[str, Any] = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "share": share or {}}
+        outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "share": share or {}, "touch": touch}
 
         def check() -> Any:
             check_options(inner_class, plan | wire | outer, elastic)
@@ -307,9 +310,19 @@ class DiLoCo(SynchronizedOptimizer):
 
         of_all = links, worker, names, cut, timetable, self.outer, mix
         home = LocalHome(self.comm, exchange, *of_all, settings["share"], make_step)
+        if settings["touch"] is not None:
+            home.touches = self._make_touches(settings["touch"], worker, home, links)
         sends, pace = home.uncompressed_step_bytes, f"its workers talk every {settings['every']} steps"
         self._savings = SavingsReport(self, self.comm, recipe=None, uncompressed=sends, otherwise=pace)
         return home
+
+    def _make_touches(self, part: float, worker: Worker, home: LocalHome, links: NodeLinks | None) -> Touches:
+        if home.workers == 1:
+            raise ValueError(f"touch={part:g} averages weights over workers, and there is one: leave it out")
+        if any(one.dtype != torch.float32 for one in worker.parameters):
+            raise ValueError(f"touch={part:g} averages fp32 weights, and parameters here are of 16 bits: leave it out")
+        worker_of = range(self.comm.size) if links is None else links.groups.node_of
+        return Touches(part, self.comm.duplicate(), list(worker_of), home.weights)
 
     def _become(self, worker: Worker) -> None:
         """Show the inner optimizer's groups and state as this optimizer's: schedulers then set its rates."""

@@ -36,6 +36,13 @@ def check_options(inner_class: object, given: Mapping[str, Any], elastic: object
         raise ValueError(f"{inner_class.__name__} {COMMUNICATES}")
     make_codec(codec, given["block_size"])
     _check_share(given["share"], elastic)
+    if (touch := given["touch"]) is not None and (
+        isinstance(touch, bool) or not isinstance(touch, int | float) or not 0 < touch <= 1 or elastic is not None
+    ):
+        raise ValueError(
+            "touch must be a part of the weights, above 0 and up to 1, or None, and None with elastic, whose workers' "
+            f"steps are not alike, got {touch!r}"
+        )
     check_count("every", every)
     if isinstance(overlap, bool) or not isinstance(overlap, int) or not 0 <= overlap < every:
         raise ValueError(
@@ -70,13 +77,11 @@ def check_options(inner_class: object, given: Mapping[str, Any], elastic: object
         )
 
 
-def overlap_and_mix(
-    every: object, overlap: int | None, mix: float | Literal["carry"] | None
-) -> tuple[Any, float | Literal["carry"]]:
-    """What was given, or what is best where nothing was."""
+def overlap_and_mix(every: object, overlap: int | None, mix: float | Literal["carry"] | None) -> dict[str, Any]:
+    """What was given, by name, or what is best where nothing was."""
     if overlap is None and isinstance(every, int):
         overlap = max(0, min(1, every - 1))
-    return overlap, (0.5 if overlap else 0.0) if mix is None else mix
+    return {"overlap": overlap, "mix": (0.5 if overlap else 0.0) if mix is None else mix}
 
 
 def _check_follows(every: int, codec: CodecName, elastic: object) -> None:
