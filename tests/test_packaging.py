@@ -1,5 +1,6 @@
 """What a user installs: a pure-Python wheel with the CUDA sources inside. Optimizers need torch, numpy and pydantic."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -81,3 +82,11 @@ def test_the_wheel_of_the_sdist_trains_and_is_pure_python_and_holds_the_cuda_sou
     assert not {name for name in names if name.split("/")[0] in ("tests", "experiments")}
     for extra in ("mpi", "cuda", "hf", "experiments", "dev"):
         assert f"Provides-Extra: {extra}" in metadata
+
+
+def test_the_newest_release_is_the_version_wherever_it_is_said() -> None:
+    changes = (REPOSITORY / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", changes, re.MULTILINE)
+    assert [name for name, _ in headings[:2]] == ["Unreleased", thinwire.__version__]
+    citation = (REPOSITORY / "CITATION.cff").read_text().splitlines()
+    assert {f"version: {thinwire.__version__}", f"date-released: {headings[1][1]}"} <= set(citation)
