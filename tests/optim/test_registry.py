@@ -160,8 +160,9 @@ def test_a_run_says_what_it_saves(capsys: pytest.CaptureFixture[str], subject: S
 
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=str)
-@on_threads(2)
+@on_threads(8)
 def test_clipping_an_adapter_of_8_kb_never_sends_more_than_its_gradients(comm: Communicator, subject: Subject) -> None:
+    """Beside headers of exact packets; at stages 1 and 2 an exact step sends weights, too, and freezing state."""
     model = nn.Sequential(nn.Linear(512, 2, bias=False), nn.Linear(2, 512, bias=False))
     optimizer = subject.build(model, comm, max_norm=0.1, block_size=2048, bucket_bytes=None)
     for _ in range(15):
@@ -170,12 +171,13 @@ def test_clipping_an_adapter_of_8_kb_never_sends_more_than_its_gradients(comm: C
         optimizer.step()
         optimizer.zero_grad()
         sent = optimizer.bytes_sent - before[0]
-        assert exact or sent < 0.6 * (optimizer.bytes_uncompressed - before[1])
+        limit = 0.6 if not exact else 1.6 if subject.stage else 1.1
+        assert sent < limit * (optimizer.bytes_uncompressed - before[1])
 
 
 def test_nothing_saved_is_no_saving(capsys: pytest.CaptureFixture[str]) -> None:
-    """Blocks are so much longer than the parameters that packets of them alone are longer than gradients."""
-    _, freeze, last = said(capsys, Subject("OneBitAdam", 0), 40, block_size=1 << 16)
+    """Packets of every bit are longer than gradients by their headers."""
+    _, freeze, last = said(capsys, Subject("OneBitAdam", 0, codec="none"), 40)
     assert freeze.endswith(" a step from now on and saves nothing: uncompressed gradients are 2.76 kB")
     assert last.endswith(" in 40 steps, no less than uncompressed gradients")
 

@@ -158,7 +158,7 @@ class AlgorithmHome(Home):
     def counters(self) -> dict[str, Any]:
         return {
             "names": list(self.names),
-            "settings": {**self._recipe.settings, "codec": self._options.codec, "block_size": self._options.block_size},
+            "settings": {**self._recipe.settings, "codec": self._options.codec},
             "nodes": None,
             "step": self.steps,
             "loss_scale": self.loss_scale,

@@ -24,6 +24,7 @@ from thinwire.comm.elastic import Elastic
 from thinwire.comm.launch import join
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.kernels.loading import compiled_backend, prepare_kernels, wait_for_kernels
+from thinwire.compress.packet_layout import shard_numel
 from thinwire.optim.algorithm import Algorithm, FreezeStep, LocalSteps
 from thinwire.optim.home import AlgorithmHome
 from thinwire.optim.options import HomeKeywords, HomeOptions, Recipe, earliest_freeze, find_peak
@@ -217,6 +218,10 @@ class CompressedOptimizer(SynchronizedOptimizer):
             self.comm = join(chosen.comm, chosen.mesh, chosen.comm_backend_name)
         raise_together(self.comm, error, "build its optimizer")
         check_same_kind(self.comm, name, chosen.stage)
+        held = [one for group in self.param_groups for one in group["params"]]
+        # A share of a small model would be padded to a block: a LoRA of 8 KB would send 8 times that on 8 ranks.
+        share = shard_numel(sum(one.numel() for one in held if one.requires_grad), self.comm.size, 64)
+        chosen = replace(chosen, block_size=min(chosen.block_size, share))
         self.stage = chosen.stage
         self.max_norm = chosen.clips_to
         home: AlgorithmHome
@@ -227,7 +232,6 @@ class CompressedOptimizer(SynchronizedOptimizer):
             sharded = ShardedParameters(self, self.comm, chosen.named_parameters, chosen.sharding, compared)
             home = AlgorithmShardedHome(sharded, chosen, recipe)
         self._move_in(home, chosen.averaging.times_mean(self.comm.size))
-        held = [one for group in self.param_groups for one in group["params"]]
         for device in {one.device for one in held if one.is_cuda}:
             compiled_backend(device.type)  # compression begins hours later, too late to tell that there is no compiler
         self._prepare_kernels(recipe.algorithm(), chosen, held)

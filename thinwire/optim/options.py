@@ -69,7 +69,7 @@ class HomeOptions:
         param_dtype: torch.bfloat16 or torch.float16 lays fp32 parameters out in it, with fp32 master weights.
         codec: what compressed steps go through: "sign1" (1 bit), "stat2" (2 bits), "int4", "fp8", "int8", "bf16",
             "fp16" or "none". 1-bit Adam and LAMB keep their sharded momentum in it, too.
-        block_size: elements that share one scale, a multiple of 64.
+        block_size: elements that share one scale, a multiple of 64; no more than a rank's share of the model.
         bucket_bytes: bytes of gradients that leave together; None is an eighth of the model, from 4 to 16 MiB, or at
             stages 1 and 2 16 MiB.
         warmup_wire: "fp32" averages the warmup's gradients exactly, "bf16" and "fp16" send half the bytes. "int8" and

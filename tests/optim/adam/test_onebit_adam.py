@@ -239,7 +239,6 @@ def settings_in(state):
         (lambda state: state["thinwire"].update(format=99), "has format 99"),
         (lambda state: settings_in(state).update(codec="int8"), "saved with codec='int8'"),
         (lambda state: settings_in(state).update(compress="momentum"), "saved with compress='momentum'"),
-        (lambda state: settings_in(state).update(block_size=4096), "block_size=4096"),
         (lambda state: state["state"][2].update(exp_avg=torch.zeros(5)), r"parameter 2 has shape \(5,\)"),
     ],
 )
