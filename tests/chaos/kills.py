@@ -30,6 +30,7 @@ from thinwire.comm import CommunicationError, Communicator, threads
 from thinwire.compress import make_codec
 from thinwire.compress.codecs import CodecName
 from thinwire.engine import Engine
+from thinwire.zero import tensor_on_disk
 
 RANKS = 2
 STEPS = 24
@@ -59,8 +60,8 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class Form:
     """An optimizer at a stage, its ranks threads of one process or `processes` on Gloo; `codec`: of an exact one. By
-    node there are two hosts of two ranks, else each rank is a worker. On `disk`, state and gradients rest in files
-    beside the checkpoints, and every second kill comes as one of those is opened."""
+    node there are two hosts of two ranks, else each rank is a worker. On `disk`, state, gradients and at stage 3
+    parameters rest in files beside the checkpoints, and every second kill comes as one of those is opened."""
 
     optimizer: str
     stage: int
@@ -87,7 +88,9 @@ class Form:
         config = settings(self.stage, optimizer=optimizer, gradient_clipping=0.5, **more)
         if self.disk:
             config["bf16"] = {"enabled": True}
-            config["zero_optimization"] |= {"offload_optimizer": {"device": "nvme", "nvme_path": str(beside)}}
+            nvme = {"device": "nvme", "nvme_path": str(beside)}
+            config["zero_optimization"] |= {"offload_optimizer": nvme}
+            config["zero_optimization"] |= {"offload_param": nvme} if self.stage == 3 else {}
         return config
 
 
@@ -98,7 +101,7 @@ FORMS = [
     *(Form("AdamW", stage) for stage in (1, 2)),
     *(Form("AdamW", stage, codec="int4") for stage in (0, 1, 2)),
     *(Form("AdamW", stage, disk=True) for stage in (1, 2)),
-    Form("AdamW", 2, processes=True, disk=True),
+    *(Form("AdamW", stage, processes=True, disk=True) for stage in (2, 3)),
     Form("OneBitAdam", 1, processes=True),
     Form("AdamW", 3, processes=True),
     *(Form("OneBitMuon", stage, by_node=True) for stage in (0, 1)),
@@ -147,7 +150,7 @@ def digest_of(engine: Engine) -> str:
     found = hashlib.sha256()
     for parameter in engine.module.parameters():
         own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        found.update(own.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(own.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 
 
@@ -280,6 +283,7 @@ def main(name: str, count: int, seed: str) -> None:
     warnings.simplefilter("ignore", RuntimeWarning)
     form = next(one for one in FORMS if str(one) == name)
     load_kernels("sign1", "stat2", "int4", "int8")
+    tensor_on_disk._FEWEST_NUMEL = 16
     kills, bad = kill_form(form, count, seed)
     print("\n".join([str(kills), *(line.replace("\n", " ") for line in bad)]))
 

@@ -4,6 +4,7 @@ program, which takes a folder and names of parts, by default all, this is what e
 import copy
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,44 @@ def parameters_on_a_disk(comm: Communicator, folder: Path) -> None:
             engine.optimizer.close()
 
 
+def parameters_on_a_disk_that_fails(comm: Communicator, folder: Path) -> None:
+    """A file of parameters that others have changed ends the forward, one that cannot be written the step; the last
+    checkpoint is whole."""
+
+    def begin(path: Path, seed: int) -> Engine:
+        nvme = {"device": "nvme", "nvme_path": str(path)}
+        zero = {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}
+        return make_engine(comm, settings(3, zero_optimization=zero), seed=seed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_on_disk, "_FEWEST_NUMEL", 16)
+        engine = begin(folder / "damaged", 0)
+        train(engine, range(2))
+        engine.save_checkpoint(folder / "whole", tag="two")
+        expected = everything(engine)
+        for path in folder.glob("damaged/thinwire-parameters-*/*.weight.state"):  # all, as the first are read by now
+            content = bytearray(path.read_bytes())
+            content[5] ^= 1
+            path.write_bytes(content)
+        refused(RuntimeError, r"weight\.state holds other bytes", train, engine, range(2, 3))
+        engine.optimizer.close()
+        engine = begin(folder / "full", 1)
+        engine.load_checkpoint(folder / "whole", tag="two")
+        assert torch.equal(everything(engine), expected)
+
+        def fail(*_: object) -> int:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(os, "pwritev", fail)
+        refused(RuntimeError, "cannot be written: No space left on device", train, engine, range(2, 4))
+        patch.undo()
+        engine.optimizer.close()
+        engine = begin(folder / "another", 2)
+        engine.load_checkpoint(folder / "whole", tag="two")
+        assert torch.equal(everything(engine), expected)
+        engine.optimizer.close()
+
+
 def everything(engine: Engine) -> torch.Tensor:
     return torch.cat([one.values().clone() for one in engine.optimizer.saved_slices() if one.kind == "weight"])
 
@@ -454,7 +493,7 @@ def test_on_gloo(jobs, tmp_path) -> None:
 @pytest.mark.parametrize(("backend", "size"), [("mpi", 2), ("single", 1)])
 def test_on_other_backends(jobs, tmp_path, backend, size) -> None:
     parts = (UNEVEN[0], "parameters_on_a_disk", "what_is_not_finite", "checkpoints")
-    alone = ("without_values", "layers_are_sharded_apart") if size == 1 else ()
+    alone = ("without_values", "layers_are_sharded_apart", "parameters_on_a_disk_that_fails") if size == 1 else ()
     arguments = (*PROGRAM, str(tmp_path), *parts, *alone)
     done = jobs.mpirun(size, *arguments) if backend == "mpi" else jobs.alone(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -106,7 +106,7 @@ class Ring:
         return self._buffer()
 
     def take(self, file: SwapFile) -> Buffer:
-        """A buffer with what was written to `file`. Raises SwapFileError."""
+        """A buffer with what was written to `file`. Raises SwapFileError: of a write that failed before, if any."""
         if self._last is not None and self._last[0] is file:
             (_, buffer), self._last = self._last, None
             return buffer
@@ -119,7 +119,7 @@ class Ring:
         buffer, requests = self._reading.pop(file)
         try:
             if _results(file, requests, "read") != file.sums:
-                raise SwapFileError(
+                raise self.error or SwapFileError(
                     f"{file.path} holds other bytes than were written to it: another program has changed it, or its "
                     "disk fails. Go on from the last checkpoint"
                 )
