@@ -22,6 +22,7 @@ class Question:
         variants: by name. The first and the best of all run with every seed, the others with the first alone.
         steps: of every run; None for the task's own.
         seeds: at most so many; None for as many as the command says.
+        all_seeds: whether every variant runs with all of them.
     """
 
     subject: str
@@ -30,6 +31,7 @@ class Question:
     variants: Mapping[str, Contender]
     steps: int | None = None
     seeds: int | None = None
+    all_seeds: bool = False
 
 
 def variant_name(optimizer: str, steps: int | None, options: Mapping[str, Any]) -> str:
@@ -117,6 +119,39 @@ _BY_ARRIVAL = (
 """Ways for a worker to take an outer step in."""
 
 
+_MEAN = {"outer_lr": 1.0, "outer_momentum": 0.0, "overlap": 0, "mix": 0.0}
+_SHARED, _MOMENTS = {"share": {"exp_avg": 1}}, {"share": {"exp_avg": 1, "exp_avg_sq": 6}}
+_PARTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"outer_lr": "auto"},
+    {"mix": "carry"},
+    {"touch": 0.001},
+    {"touch": 0.005},
+    _SHARED,
+    _MOMENTS,
+    _MEAN,
+    {**_MEAN, "touch": 0.005},
+    {**_MEAN, **_SHARED},
+    {**_MEAN, **_SHARED, "touch": 0.005},
+)
+_MUON_PARTS: tuple[dict[str, Any], ...] = (
+    _MEAN,
+    {**_MEAN, "touch": 0.005},
+    {**_MEAN, "share": {"momentum_buffer": 1}},
+    {**_MEAN, "share": {"momentum_buffer": 1}, "touch": 0.005},
+)
+
+
+def _parts(workers: int) -> tuple[Question, ...]:
+    """What each part of DiLoCo beyond the published one does, alone and together."""
+    of_qhadamw = _variants("diloco-qhadamw", {}, _MEAN, {**_MEAN, **_SHARED})
+    return (
+        Question("text", workers, (2.5e-3, 5e-3), _variants("diloco", *_PARTS), all_seeds=True),
+        Question("text", workers, (1.25e-3, 2.5e-3, 5e-3), of_qhadamw, all_seeds=True),
+        Question("text", workers, (5e-3, 1e-2), _variants("diloco-muon", *_MUON_PARTS), all_seeds=True),
+    )
+
+
 def _longer(subject: str, rate: float, steps: int) -> Question:
     return Question(subject, 2, (rate,), _variants("diloco", _outer(30, *_AVERAGING), steps=steps), steps, seeds=1)
 
@@ -137,6 +172,7 @@ STUDIES = {
         # What AdamW itself needs to end 1% higher.
         Question("text", 2, (5e-3,), _variants("adamw", {}, steps=440), 440, seeds=1),
     ),
+    "parts": (*_parts(4), *_parts(2)),
     "zero-one": (Question("text", 2, (5e-3,), _variants("zero-one-adam", *_ZERO_ONE)),),
     "muon": tuple(Question("text", workers, (5e-3, 1e-2), _variants("onebit-muon", *_MUON)) for workers in (2, 4)),
 }

@@ -113,7 +113,7 @@ def _baseline(standing: Mapping[str, Any], steps: int) -> Baseline:
 def answer(
     question: Question, subject: Subject, task: Task[Any], seeds: int, store: RunStore, say: Callable[[str], None]
 ) -> None:
-    """Runs what the store does not hold yet: all variants with one seed, the first and the best with all."""
+    """Runs what the store does not hold yet: all variants with one seed, the first and the best, or all, with all."""
     parents = {one.parent: question.rates for one in question.variants.values()}
     subject = replace(subject, steps=question.steps or subject.steps, rates=parents)
 
@@ -123,7 +123,7 @@ def answer(
 
     losses = {name: run(name, 1) for name in question.variants}
     best = min(losses, key=lambda name: losses[name] if losses[name] == losses[name] else float("inf"))
-    for name in dict.fromkeys((next(iter(losses)), best)):
+    for name in losses if question.all_seeds else dict.fromkeys((next(iter(losses)), best)):
         run(name, min(seeds, question.seeds or seeds))
 
 
