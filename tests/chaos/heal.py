@@ -47,6 +47,7 @@ from thinwire.comm import CommunicationError, communicator, elastic
 from thinwire.comm.decisions import Decisions
 from thinwire.comm.torch_backend import GenerationCommunicator
 from thinwire.optim import elastic_job
+from thinwire.optim.replicated.elastic_shards import ShardedWorkers
 from thinwire.optim.replicated.elastic_workers import ElasticWorkers
 from thinwire.optim.replicated.joining import Telling
 
@@ -63,6 +64,10 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
         thinwire.ShardedOptimizer,
         {"optimizer_class": torch.optim.AdamW, "stage": 0, "codec": "int4", "max_norm": 1.0},
     ),
+    "adamw at stage 1": (
+        thinwire.ShardedOptimizer,
+        {"optimizer_class": torch.optim.AdamW, "stage": 1, "max_norm": 1.0},
+    ),
     "muon": (thinwire.ShardedOptimizer, {"optimizer_class": thinwire.optim.Muon, "stage": 0}),
 }
 POINTS: dict[str, tuple[Any, str]] = AT_MEETINGS | {
@@ -76,6 +81,9 @@ POINTS: dict[str, tuple[Any, str]] = AT_MEETINGS | {
     "tell": (Telling, "begin"),
     "follow": (ElasticWorkers, "_follow"),
     "hand over": (ElasticWorkers, "_hand_over"),
+    "new weights": (ShardedWorkers, "_gather"),
+    "dividing": (ShardedWorkers, "_move_state"),
+    "moving": (ShardedWorkers, "_move_between"),
 }
 _TRAINING = ("leg 1", "leg 2", "arrival", "decision", "tell", "finish")
 _MEETING = ("meet", "decide", "connect", "join", "share", "follow", "hand over", "move")
@@ -99,9 +107,13 @@ class Job(Trial):
         what = what if has_links or "cut" not in what else "one"
         first, second = source.sample(range(workers), 2)
         delay = Death(source.random() * LONGEST_DELAY)
-        death = delay if source.random() < 0.3 else Death.random(source, _TRAINING, 60)
-        again = Death(None, source.choice(_MEETING), 2, source.random() < 0.5)
-        joiner = Death.random(source, _MEETING, 1)
+        divides = "stage 1" in kind
+        training = (*_TRAINING, "new weights", "new weights") if divides else _TRAINING
+        meeting = (*_MEETING, "dividing", "moving", "moving") if divides else _MEETING
+        death = delay if source.random() < 0.3 else Death.random(source, training, 60)
+        point = source.choice(meeting)
+        again = Death(None, point, 1 if point == "moving" else 2, source.random() < 0.5)
+        joiner = Death.random(source, meeting, 1)
         late = (source.random() * LONGEST_DELAY,)
         deaths, comes = {
             "one": ({first: death}, ()),
@@ -200,6 +212,9 @@ def judge(job: Job, hosts: Hosts | None = None) -> list[str]:
     lines, codes = run_trial(job, live, job.workers, hosts if job.cut else None)
     errors = {int(line[1]): " ".join(line[2:]) for line in lines if line[0] == "error"}
     bad = []
+    lost = {number for number, told in errors.items() if "optimizer state is lost" in told}
+    if lost and codes.keys() - lost == {number for number, code in codes.items() if code == -9} == job.deaths.keys():
+        return [] if len(job.deaths) > 1 else [f"{job}: one death has cost state: {errors}"]
     for number, code in codes.items():
         allowed = {0, -9} if number in job.deaths else {0}
         allowed |= {TOO_LATE} if number >= job.workers or number in (*job.held_up, *job.cut) else set()

@@ -34,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exact(inner: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
-    return thinwire.ShardedOptimizer, {"optimizer_class": inner, "stage": 0, **options}
+    return thinwire.ShardedOptimizer, {"optimizer_class": inner, "stage": 0} | options
 
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -50,6 +50,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sharded adamw": exact(torch.optim.AdamW),
     "sharded sgd, int4": exact(torch.optim.SGD, momentum=0.9, dampening=0.1, codec="int4"),
     "sharded muon": exact(thinwire.optim.Muon),
+    "stage 1": exact(torch.optim.AdamW, stage=1),
 }
 
 
@@ -156,6 +157,9 @@ def test_undisturbed_it_is_the_plain_optimizer_bit_for_bit(kind: str) -> None:
         ("lion", 9, 2, False, False),
         ("sharded adamw", 9, 2, True, True),
         ("sharded sgd, int4", 1, 2, False, False),
+        ("stage 1", 9, 2, False, False),
+        ("stage 1", 9, 2, True, True),
+        *(("stage 1", 9, call, after, True) for call in (3, 4) for after in (False, True)),  # new weights
         ("sharded sgd, int4", 9, 2, True, True),
         ("zero-one adam", 5, 4, True, True),  # the freeze
         ("zero-one adam", 9, 1, True, False),  # a local step before a sync
@@ -208,6 +212,7 @@ def test_who_lacks_some_of_a_step_that_others_have_takes_it_over(kind: str, at: 
         ("adam", 2, "no more is told"),
         ("sharded sgd, int4", 9, ""),
         ("sharded muon", 2, ""),
+        ("stage 1", 9, ""),
     ],
 )
 def test_who_joins_has_the_weights_and_the_state_of_the_others(
@@ -256,9 +261,65 @@ def test_who_joins_has_the_weights_and_the_state_of_the_others(
     (first, saved), (second, _), (late, of_late) = together([stays, stays, joins])
     assert torch.equal(first, second)
     assert torch.equal(first, late)
-    assert bool(followed) is (kind != "zero-one adam")
+    assert bool(followed) is (kind not in ("zero-one adam", "stage 1"))
     for number, state in saved["state"].items():
         assert all(torch.equal(one, of_late["state"][number][name]) for name, one in state.items())
+
+
+def test_what_no_worker_has_loaded_is_told_on_all() -> None:
+    saved = list[dict[str, Any]]()
+
+    def body(job: Any, *, saves: bool) -> str:
+        model = Tower()
+        optimizer, workers = make(model, "stage 1", elastic=job)
+        number = workers.dealt_to.index(workers.membership.name)
+        if not saves:
+            with pytest.raises(MembershipError, match=r"no worker has loaded that of \d+ parameters, .* and "):
+                optimizer.load_state_dict(saved[0])
+            return ""
+        step(model, optimizer, number)
+        if number == 0:
+            saved.append(optimizer.state_dict())
+        optimizer.synchronize_weights()
+        return ""
+
+    first, second = (replace(SETTINGS, job=f"job {next(_JOBS)}") for _ in range(2))
+    together([lambda: body(first, saves=True)] * 3)
+    together([lambda: body(second, saves=False)] * 3)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_state_outlives_one_of_the_two_workers_that_hold_it_and_not_both(at_once: bool) -> None:
+    """Five share it. Two that hold some together die at once, or one and then the other."""
+    options: dict[str, Any] = {"elastic": replace(SETTINGS, workers=5, silence=2.0)}
+    dies = threading.Barrier(2)
+
+    def body() -> str:
+        model = Tower()
+        optimizer, workers = make(model, "stage 1", **options)
+        number = workers.dealt_to.index(workers.membership.name)
+        held = [set(one) for one in workers._holds]
+        pair = next(pair for pair in product(range(5), range(5)) if pair[0] < pair[1] and held[pair[0]] & held[pair[1]])
+        while optimizer.steps < 12:
+            if number in pair and (optimizer.steps == 6 if at_once or number == pair[0] else optimizer.steps == 9):
+                if at_once:
+                    dies.wait(60)
+                workers.membership.heart.stop(gone=True)
+                workers._part()
+                return "dead"
+            try:
+                step(model, optimizer, number)
+            except MembershipError as error:
+                names = [workers._names_now[one] for one in pair]
+                return str(error) if all(name in str(error) for name in names) else "nameless"
+        assert {sum(one in held for held in workers._holds) for one in range(len(workers._sizes))} == {2}
+        optimizer.synchronize_weights()
+        return str(flat(model.parameters()).tolist())
+
+    ends = [one for one in together([body] * 5) if one != "dead"]
+    assert len(ends) == 3
+    assert len(set(ends)) == 1
+    assert ("optimizer state is lost, as all are gone that held it: that of" in ends[0]) is at_once
 
 
 def test_a_worker_that_was_held_up_finds_itself_replaced_and_ends() -> None:
@@ -360,7 +421,9 @@ def test_every_sample_counts_once_an_epoch_in_batches_of_one_size(kind: str, mon
     assert len(counted) == 60
 
 
-@pytest.mark.parametrize("kind", ["adam", "adam, int4 warmup", "zero-one adam", "sharded sgd, int4", "sharded muon"])
+@pytest.mark.parametrize(
+    "kind", ["adam", "adam, int4 warmup", "zero-one adam", "sharded sgd, int4", "sharded muon", "stage 1"]
+)
 @pytest.mark.parametrize("at", [4, 11])
 def test_a_job_resumes_in_another_bit_for_bit(kind: str, at: int) -> None:
     saved, weights = dict[int, dict[str, Any]](), dict[int, dict[str, Tensor]]()
@@ -438,7 +501,9 @@ def test_what_elastic_workers_cannot_have_is_refused_at_once(
 @pytest.mark.parametrize(
     ("inner", "options", "message"),
     [
-        (torch.optim.AdamW, {"stage": 1}, "elastic goes with stage=0"),
+        (torch.optim.AdamW, {"stage": 2}, "elastic= goes with stage 0, or with stage 1 where weights travel exactly"),
+        (torch.optim.AdamW, {"stage": 1, "codec": "int4"}, "got stage=1, codec=('int4', 'int8')"),
+        (torch.optim.AdamW, {"stage": 1, "param_dtype": torch.bfloat16}, "elastic= at stage 1 takes fp32 parameters"),
         (torch.optim.AdamW, {"offload": True}, "offload does not go with elastic="),
         (torch.optim.AdamW, {"comm": threads.single(1.0)}, "a worker of an elastic job is one process"),
         (torch.optim.AdamW, {"rest_codec": "int8"}, "rest_codec does not go with elastic="),

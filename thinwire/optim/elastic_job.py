@@ -88,12 +88,16 @@ class StepPhase(IntEnum):
 @dataclass(frozen=True)
 class Position:
     """A worker's, as it says at a meeting: steps of which it has had everything, its phase since, and decisions that it
-    knows. `begins_at`: what tells the state apart that it has loaded, if it has."""
+    knows. `begins_at`: what tells the state apart that it has loaded, if it has. Of those who divide state: the step of
+    which it has all weights, the one after which it has last had what it is to hold, and what it holds, as bits."""
 
     brought: int
     phase: int
     decided: int
     begins_at: str = ""
+    published: int = 0
+    settled: int = -1
+    held: str = "0"
 
     @property
     def at(self) -> tuple[int, int]:

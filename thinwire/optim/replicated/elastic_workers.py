@@ -26,28 +26,14 @@ from thinwire.comm.torch_backend import GenerationCommunicator
 from thinwire.compress.packet import Flags, PacketError
 from thinwire.optim.elastic_job import Position, StepPhase, enter_elastic_job, may_be_joined, meet_and_join, positions
 from thinwire.optim.options import HomeOptions
-from thinwire.optim.replicated.elastic_buckets import (
-    Arrival,
-    ElasticSynchronizer,
-    Owned,
-    hand_on,
-    owned_residuals,
-)
-from thinwire.optim.replicated.joining import (
-    CommonState,
-    Onlooker,
-    Step,
-    Telling,
-    Told,
-    check_digests,
-    look_on_from,
-)
+from thinwire.optim.replicated.elastic_buckets import Arrival, ElasticSynchronizer, Owned, hand_on, owned_residuals
+from thinwire.optim.replicated.joining import CommonState, Onlooker, Step, Telling, Told, check_digests, look_on_from
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.optim.replicated.synchronizer import FreezeGroups, SynchronizedBackward
 from thinwire.optim.step import Send
 from thinwire.optim.wire import Wire
 from thinwire.zero.rank_checks import broadcast_from_rank_0
-from thinwire.zero.saved_state import take_over_settings
+from thinwire.zero.saved_state import SavedSlice, SliceSource, take_over_settings
 
 _ATTEMPTS = 3
 """To look on, which ends if a worker dies."""
@@ -181,8 +167,12 @@ class ElasticWorkers:
                 "joins gets the job's state by itself"
             )
 
-    def begin_at(self, state: str) -> None:
-        """Go on from a state that was loaded, as all other workers do. Collective."""
+    def own_slices(self) -> list[SavedSlice]:
+        """State that lies here, and not with all workers."""
+        return []
+
+    def begin_at(self, state: str, source: SliceSource) -> None:
+        """Go on from a state that was loaded, of `source`, as all other workers do. Collective."""
         self._begins_at, self._owned = state, {}
         self._meet(alarm=True)
         self._go_on()

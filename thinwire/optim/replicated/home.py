@@ -20,6 +20,7 @@ from thinwire.optim.home import AlgorithmHome, check_in_sync, check_settings, sl
 from thinwire.optim.options import HomeOptions, Recipe
 from thinwire.optim.replicated.capture import CudaGraphs, StepCapture, check_can_be_captured
 from thinwire.optim.replicated.elastic_buckets import ElasticSynchronizer
+from thinwire.optim.replicated.elastic_shards import ShardedWorkers
 from thinwire.optim.replicated.elastic_workers import ElasticWorkers
 from thinwire.optim.replicated.joining import CommonState
 from thinwire.optim.replicated.parameters import ParameterTable, weight_and_master
@@ -47,8 +48,7 @@ class ReplicatedHome(AlgorithmHome):
     ) -> None:
         """`optimizer` holds the groups."""
         self.comm = comm
-        self._options = options
-        self._recipe = recipe
+        self._options, self._recipe = options, recipe
         self._optimizer_name = type(optimizer).__name__
         self._table = ParameterTable(optimizer, options, recipe)
         self.parameters, self.names = self._table.parameters, self._table.names
@@ -57,8 +57,7 @@ class ReplicatedHome(AlgorithmHome):
         self._decisions: Communicator = comm
         wire = Wire(self._exchange_comm, options, self._links, decisions=None if options.elastic is None else comm)
         self._layout = FreezeGroups(self._table, wire, options, recipe.algorithm, self._make_rule)
-        self.groups = self._layout.groups
-        self.in_flight = self._layout.step
+        self.groups, self.in_flight = self._layout.groups, self._layout.step
         self.mover: Callable[[Callable[[], None]], None] = operator.call
         self._comparisons = ComparisonTimes(options.resync_interval)
         made = Synchronizer if options.elastic is None else ElasticSynchronizer
@@ -208,9 +207,9 @@ class ReplicatedHome(AlgorithmHome):
 
     @override
     def saved_slices(self) -> list[SavedSlice]:
-        names = self._table.names
-        rank, alone = self.comm.rank, self.workers is not None
+        names, rank, alone = self._table.names, self.comm.rank, self.workers is not None
         found = [one for group in self.groups for one in slices(group, names, rank, alone=alone)]
+        found += [] if self.workers is None else self.workers.own_slices()
         placed = {slot.parameter for bucket in self._layout.buckets for slot in bucket.layout.slots}
         waiting = [index for index, one in enumerate(self.parameters) if index not in placed and one.requires_grad]
         for index in waiting if self.comm.rank == 0 else ():
@@ -259,7 +258,8 @@ class ReplicatedHome(AlgorithmHome):
         self.loss_scale = saved["loss_scale"]
         self._synchronizer.prepare()
         if self.workers is not None:
-            self.workers.begin_at(f"step {self.steps}, {sum(map(checksum, self._table.weights())) % (1 << 32):08x}")
+            weights = sum(map(checksum, self._table.weights())) % (1 << 32)
+            self.workers.begin_at(f"step {self.steps}, {weights:08x}", source)
 
     @override
     def load_weights(self, source: SliceSource) -> None:
@@ -271,8 +271,7 @@ class ReplicatedHome(AlgorithmHome):
     def reset_state(self) -> None:
         self._layout.restore([])
         self._synchronizer.prepare()
-        self.in_flight.number = 0
-        self._comparisons.shared_at = 0
+        self.in_flight.number = self._comparisons.shared_at = 0
         for index, parameter in enumerate(self.parameters):
             self._table.state(index).clear()
             if parameter.dtype != torch.float32:
@@ -295,12 +294,15 @@ class ReplicatedHome(AlgorithmHome):
         numel = sum(parameter.numel() for parameter in self.parameters if parameter.requires_grad)
         size = self.parameters[0].element_size()
         held = self._options.averaging.accumulated(self.parameters[0].dtype).itemsize
-        return model_state_formula(0, numel, self.comm.size, element_bytes=size, state_bytes=state, gradient_bytes=held)
+        given = {"element_bytes": size, "state_bytes": state, "gradient_bytes": held}
+        found = model_state_formula(0, numel, 1, **given)
+        for one in () if self.workers is None else self.workers.own_slices():
+            found["optimizer state"] += one.tensor.nbytes * (not one.kind.startswith("scalar."))
+        return found
 
     @override
     def close(self) -> None:
-        self._exchange_comm.close()
-        for one in (self._links, self.workers):
+        for one in (self._exchange_comm, self._links, self.workers):
             if one is not None:
                 one.close()
 
@@ -312,15 +314,13 @@ def _enter(home: ReplicatedHome, elastic: Elastic, groups: list[dict[str, Any]])
     assert isinstance(home._synchronizer, ElasticSynchronizer)
     compared = {**home._options.compared(), **home._recipe.compared, "optimizer": home._optimizer_name}
 
-    def save() -> dict[str, Any]:
-        return {**counters_of("", groups), **home.counters()}
-
     def load(where: dict[str, Any]) -> None:
         take_over_settings(where, groups)
         home.in_flight.number, home._comparisons.shared_at = where["step"], where["shared_at"]
 
-    state = CommonState(home._layout, groups, save, load)
-    return ElasticWorkers(elastic, home._options, home._layout, home._synchronizer, compared, state, home._apply)
+    state = CommonState(home._layout, groups, lambda: {**counters_of("", groups), **home.counters()}, load)
+    made = ShardedWorkers if home._options.stage else ElasticWorkers
+    return made(elastic, home._options, home._layout, home._synchronizer, compared, state, home._apply)
 
 
 class _State(ParameterState):

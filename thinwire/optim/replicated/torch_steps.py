@@ -16,8 +16,9 @@ from thinwire.comm import Communicator, threads
 from thinwire.comm.elastic import Elastic
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.kernels.loading import prepare_kernels, wait_for_kernels
-from thinwire.optim.algorithm import Algorithm, Form, Keep
+from thinwire.optim.algorithm import Form, Keep
 from thinwire.optim.options import HomeOptions, Recipe
+from thinwire.optim.replicated.elastic_shards import DividedSteps, Shares
 from thinwire.optim.replicated.home import ReplicatedHome
 from thinwire.optim.settings import WarmupWire
 from thinwire.optim.step import AdamSettings, Clock, Members
@@ -28,7 +29,7 @@ Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 Groups = Sequence[Mapping[str, Any]]
 
 
-class TorchSteps(Algorithm):
+class TorchSteps(DividedSteps):
     """The steps of the torch optimizer that `build` makes of groups, over weights of parameters of these `groups`.
 
     State of the kinds `held`, which have a value for each element, lies in buckets once it has begun, and the rest, as
@@ -37,9 +38,10 @@ class TorchSteps(Algorithm):
 
     form = Form("", None, payload=None, update=None)
 
-    def __init__(self, build: Build, groups: Groups, held: Iterable[str]) -> None:
-        self.state = dict.fromkeys(held, Keep.EVERY_RANK)
-        self._build, self._groups = build, groups
+    def __init__(self, build: Build, groups: Groups, held: Iterable[str], shares: Shares | None) -> None:
+        """`shares`: of state that workers divide, none of which lies in buckets."""
+        self.state = {} if shares else dict.fromkeys(held, Keep.EVERY_RANK)
+        self._build, self._groups, self.shares = build, groups, shares
         self._begin()
 
     def _begin(self) -> None:
@@ -53,7 +55,8 @@ class TorchSteps(Algorithm):
     def move(self, groups: Sequence[Members], clock: Clock) -> None:
         for inner, group in zip(self.optimizer.param_groups, self._groups, strict=True):
             inner.update(group_settings(group))
-        of_all = [(number, members, place) for members in groups for place, number in enumerate(members.parameters)]
+        moved = [(number, members, place) for members in groups for place, number in enumerate(members.parameters)]
+        of_all = [one for one in moved if self.shares is None or one[0] in self.shares.mine]
         for number, members, place in of_all:
             weight, own = members.weights[place].detach(), self._weights[number]
             if own.data_ptr() != weight.data_ptr():
@@ -69,9 +72,27 @@ class TorchSteps(Algorithm):
             for kind in self._held[number]:
                 if state[kind] is not members[kind][place]:
                     members[kind][place].copy_(state[kind])
+        if self.shares is not None:
+            self.shares.publish([number for number, *_ in moved])
+
+    @override
+    def state_of(self, number: int) -> dict[str, Any]:
+        return dict(self.optimizer.state.get(self._weights[number], {}))
+
+    @override
+    def set_state(self, number: int, state: Mapping[str, Any]) -> None:
+        own = self._weights[number]
+        self.optimizer.state.pop(own, None)
+        if state:
+            self.optimizer.state[own] = {
+                kind: one.clone().view(own.shape) if isinstance(one, Tensor) and one.shape == (own.numel(),) else one
+                for kind, one in state.items()
+            }
 
     @override
     def scalars(self, names: Sequence[str]) -> dict[str, Any]:
+        if self.shares is not None:
+            return {"torch": {names[number]: {"held": [], "beside": {}} for number in sorted(self.shares.mine)}}
         found: dict[str, Any] = {}
         for number, held in self._held.items():
             state = self.optimizer.state[self._weights[number]]
@@ -82,6 +103,9 @@ class TorchSteps(Algorithm):
     @override
     def load_scalars(self, saved: Mapping[str, Any], names: Sequence[str]) -> None:
         self._begin()
+        if self.shares is not None:
+            self.shares.mine = {number for number, name in enumerate(names) if name in saved["torch"]}
+            return
         for number, name in enumerate(names):
             if (told := saved["torch"].get(name)) is not None:
                 own = self._weights[number]
@@ -120,7 +144,12 @@ class _Rates(AdamSettings):
 
 def own_rank(elastic: object, sharding: Sharding, comm: Communicator | None, mesh: DeviceMesh | None) -> Communicator:
     """The communicator of this worker alone. Raises ValueError or TypeError for what elastic workers cannot have."""
-    given = HomeOptions(elastic=elastic, stage=sharding.stage, comm=comm, mesh=mesh)  # type: ignore[arg-type]
+    if sharding.stage == 2 or (sharding.stage and sharding.codecs is not None):
+        raise ValueError(
+            f"elastic= goes with stage 0, or with stage 1 where weights travel exactly, got stage={sharding.stage}, "
+            f"codec={sharding.codecs!r}: a step is sent again from gradients, which stage 2 gives away"
+        )
+    given = HomeOptions(elastic=elastic, comm=comm, mesh=mesh)  # type: ignore[arg-type]
     replace(given, nodes=sharding.nodes, averaging=sharding.averaging).check_elastic()
     for name, value in (("offload", sharding.offload or sharding.disk), ("rest_codec", sharding.rest_codecs)):
         if value:
@@ -143,12 +172,18 @@ def elastic_home(
     groups, codec = optimizer.param_groups, "none" if sharding.codecs is None else sharding.codecs[0]
     held = _kinds_of_elements(build, groups)
     dtypes = {one.dtype for group in groups for one in group["params"]}
+    if sharding.stage and (sharding.param_dtype is not None or dtypes != {torch.float32}):
+        raise ValueError(
+            f"elastic= at stage 1 takes fp32 parameters, in fp32, got {sharding.param_dtype or dtypes}: use stage=0"
+        )
+    shares = Shares(set(range(sum(len(group["params"]) for group in groups)))) if sharding.stage else None
     device = groups[0]["params"][0].device
     averaging, (dtype, *others) = sharding.averaging, dtypes
     if codec == "none" and averaging.wire_dtype is None and not others:
         dtype = sharding.param_dtype or dtype if dtype == torch.float32 else dtype
         averaging = replace(averaging, wire_dtype=averaging.accumulated(dtype))
     chosen = HomeOptions(
+        stage=sharding.stage,
         max_norm=sharding.max_norm,
         named_parameters=named,
         param_dtype=sharding.param_dtype,
@@ -163,10 +198,10 @@ def elastic_home(
         prepare_kernels(device.type, ("encode", "average_and_encode", "decode"))
         wait_for_kernels(device.type)
     recipe = Recipe(
-        algorithm=lambda: TorchSteps(build, groups, held),
+        algorithm=lambda: TorchSteps(build, groups, held, shares),
         settings={"steps": name},
         schedule={},
-        stages=(0,),
+        stages=(0, 1),
         check=lambda: None,
         check_group=lambda group: None,
         hyperparameters=_Rates,
