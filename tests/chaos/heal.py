@@ -45,7 +45,7 @@ from tests.engine.checkpoint.kill import exit_code, fork
 from tests.optim.diloco.tower import Tower, flat, together
 from thinwire.comm import CommunicationError, communicator, elastic
 from thinwire.comm.decisions import Decisions
-from thinwire.comm.torch_backend import GenerationCommunicator
+from thinwire.comm.relay import GenerationCommunicator
 from thinwire.optim import elastic_job
 from thinwire.optim.replicated.elastic_shards import ShardedWorkers
 from thinwire.optim.replicated.elastic_workers import ElasticWorkers

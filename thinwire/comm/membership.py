@@ -23,8 +23,8 @@ from thinwire.comm.communicator import Communicator
 from thinwire.comm.elastic import Elastic, Heart, LimitedStore, MembershipError
 from thinwire.comm.errors import CommunicationError
 from thinwire.comm.pairwise import Messages
-from thinwire.comm.relay import Relay, WorkerGroup
-from thinwire.comm.torch_backend import GenerationCommunicator, connect
+from thinwire.comm.relay import GenerationCommunicator, Relay, WorkerGroup
+from thinwire.comm.torch_backend import connect
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -285,7 +285,7 @@ class Membership:
             raise CommunicationError(f"the workers did not connect with one that looks on: {error}") from error
         comm = GenerationCommunicator(wiring, limit, lambda: "")
         assert wiring.group is not None
-        return Messages(wiring.group, limit, lambda in_flight: comm.abandon() if in_flight else comm.close())
+        return Messages(wiring.group, limit, lambda in_flight: comm.abandon(others=in_flight))
 
     # What a generation does together
 

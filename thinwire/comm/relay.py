@@ -1,23 +1,71 @@
-"""Between the ranks of a node that is one worker of an elastic job: its first rank speaks with the other workers, and
-relays what came of it, errors included, to its other ranks."""
+"""Between the workers of an elastic job, whose communicators are left with transfers in flight when some die; and
+between the ranks of a node that is one worker: its first rank speaks with the other workers, and relays what came of
+it, errors included, to its other ranks."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from contextlib import suppress
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from thinwire.comm.communicator import Communicator
+from thinwire.comm.attendance import in_background
+from thinwire.comm.collectives import Pending, Work
+from thinwire.comm.communicator import Communicator, Start
 from thinwire.comm.elastic import MembershipError
-from thinwire.comm.errors import CommunicationError
+from thinwire.comm.errors import Call, CommunicationError, RollCall
+from thinwire.comm.torch_backend import TorchCommunicator, Wiring
 
 Result = TypeVar("Result")
 
 _COUNT, _FIRST = 8, 256
 """Bytes in which a message says its length, and bytes of its first part, which takes most messages whole."""
+
+
+class GenerationCommunicator(TorchCommunicator):
+    """Of workers that come and go, over Gloo. `disturbed` says why they have to meet anew, and is empty where they need
+    not: then nothing waits any longer. Nobody holds a roll call: a meeting tells who is left."""
+
+    _left: ClassVar[list[tuple[Wiring, list[Pending]]]] = []
+    """Wirings that were abandoned, each with what was in flight: their threads look for it 100 times a second."""
+
+    def __init__(self, wiring: Wiring, timeout: float, disturbed: Callable[[], str]) -> None:
+        super().__init__(timeout=timeout, _wiring=wiring)
+        self._disturbed = disturbed
+        self._in_flight: list[Pending] = []
+
+    def abandon(self, *, others: bool = False) -> None:
+        """Close it, with transfers in flight that no caller waits for, and with `others` than its own. Its own end as
+        soon as other workers close theirs; what they used is let go when another one is abandoned."""
+        self._in_flight = [one for one in self._in_flight if not one.done()]
+        if self._in_flight or others:
+            self._abandon()
+        if not self._let_go.alive and not others:
+            self._left.append((self._wiring, self._in_flight))
+        self.close()
+        for one in [one for one in self._left if all(transfer.done() for transfer in one[1])]:
+            with suppress(ValueError):  # of another thread's worker that does the same
+                self._left.remove(one)
+                in_background(one[0].let_go_of_kept)
+
+    @override
+    def _issue(self, name: str, signature: str, nbytes: int, start: Start, *options: Any, **named: Any) -> Work:
+        def begin(call: Call) -> Pending:
+            self._in_flight = [one for one in self._in_flight if not one.done()]
+            self._in_flight.append(pending := start(call))
+            return pending
+
+        return super()._issue(name, signature, nbytes, begin, *options, **named)
+
+    def _roll_call(self, call: Call) -> RollCall:
+        return RollCall({}, (), self._disturbed())
+
+    def _alarmed(self) -> bool:
+        return bool(self._disturbed())
 
 
 class Relay:

@@ -64,7 +64,7 @@ def serve_store(host: str, port: int, timeout: timedelta, size: int | None = Non
 
 
 @dataclass
-class _Wiring:
+class Wiring:
     """A process group with what torch keeps about it elsewhere, and a place of its own in the store.
 
     ``instance`` tells apart those on one group. ``group`` is None once it is let go.
@@ -79,9 +79,21 @@ class _Wiring:
     pairwise: Pairwise | None = None
 
     def let_go(self) -> None:
+        """Let go of the group, whose transfers have ended."""
         if self.pairwise is not None:
             self.pairwise.close()
         self.group = self.pairwise = None
+
+    def keep_group(self) -> None:
+        """Have the group outlive all: its destructor waits for transfers that may never end, so that it must not
+        run."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
+
+    def let_go_of_kept(self) -> None:
+        """The same of a group that was kept."""
+        group = self.group
+        self.let_go()
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
 
 
 class TorchCommunicator(Communicator):
@@ -101,7 +113,7 @@ class TorchCommunicator(Communicator):
         group: dist.ProcessGroup | DeviceMesh | None = None,
         timeout: float = 300.0,
         *,
-        _wiring: _Wiring | None = None,
+        _wiring: Wiring | None = None,
     ) -> None:
         wiring = _wiring or _wire(group)
         self._wiring = wiring
@@ -134,7 +146,7 @@ class TorchCommunicator(Communicator):
         path = f"{parent.path}/{number}:{'-'.join(map(str, members))}"
         group = _make_group(parent.store, path, members.index(self.rank), len(members), parent.backend_of, timeout)
         global_ranks = tuple(parent.global_ranks[member] for member in members)
-        wiring = _Wiring(group, parent.backend_of, global_ranks, parent.store, path)
+        wiring = Wiring(group, parent.backend_of, global_ranks, parent.store, path)
         return TorchCommunicator(timeout=timeout, _wiring=wiring)
 
     def _takes_turns(self, input: Tensor, chunk_bytes: int) -> bool:
@@ -155,9 +167,8 @@ class TorchCommunicator(Communicator):
         self._let_go()
 
     def _abandon(self) -> None:
-        # The group's destructor waits for transfers that may never end, so that it must never run.
         if self._let_go.detach() is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            self._wiring.keep_group()
 
     def attend(self) -> None:
         """Have this process answer for its rank while it lives, as ranks do that wait in transfers which torch started:
@@ -253,34 +264,14 @@ class TorchCommunicator(Communicator):
         return torch.device("cuda", torch.cuda.current_device())
 
 
-class GenerationCommunicator(TorchCommunicator):
-    """Of workers that come and go, over Gloo. `disturbed` says why they have to meet anew, and is empty where they need
-    not: then nothing waits any longer. Nobody holds a roll call: a meeting tells who is left."""
-
-    def __init__(self, wiring: _Wiring, timeout: float, disturbed: Callable[[], str]) -> None:
-        super().__init__(timeout=timeout, _wiring=wiring)
-        self._disturbed = disturbed
-
-    def abandon(self) -> None:
-        """Close it with transfers in flight that no caller waits for."""
-        self._abandon()
-        self.close()
-
-    def _roll_call(self, call: Call) -> RollCall:
-        return RollCall({}, (), self._disturbed())
-
-    def _alarmed(self) -> bool:
-        return bool(self._disturbed())
-
-
-def connect(store: Store, path: str, rank: int, size: int, timeout: float) -> _Wiring:
+def connect(store: Store, path: str, rank: int, size: int, timeout: float) -> Wiring:
     """Connect `size` processes over Gloo, this one as `rank`, at `path` of a store, without torch's own job.
 
     Raises RuntimeError where some do not come in time.
     """
     backend_of = {"cpu": "gloo", "cuda": "gloo"}
     group = _make_group(store, path, rank, size, backend_of, timeout)
-    return _Wiring(group, backend_of, tuple(range(size)), store, path)
+    return Wiring(group, backend_of, tuple(range(size)), store, path)
 
 
 class _StreamPending:
@@ -338,7 +329,7 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     return group
 
 
-def _wire(group: dist.ProcessGroup | DeviceMesh | None) -> _Wiring:
+def _wire(group: dist.ProcessGroup | DeviceMesh | None) -> Wiring:
     """Look up what torch knows about a group that it has registered."""
     if isinstance(group, DeviceMesh):
         group = _group_of(group)
@@ -355,10 +346,10 @@ def _wire(group: dist.ProcessGroup | DeviceMesh | None) -> _Wiring:
     path = f"thinwire/{group.group_name}"
     # Communicators on one group need keys of their own; all ranks make them in the same order.
     instance = store.add(f"{path}/instances/{group.rank()}", 1)
-    return _Wiring(group, backend_of, global_ranks, store, f"{path}/{instance}", instance)
+    return Wiring(group, backend_of, global_ranks, store, f"{path}/{instance}", instance)
 
 
-def _host_of_store(wiring: _Wiring) -> int | None:
+def _host_of_store(wiring: Wiring) -> int | None:
     """The rank that serves the store: the job's rank 0; None if it is no rank, but the launcher itself or a file."""
     store = wiring.store
     while isinstance(store, PrefixStore):

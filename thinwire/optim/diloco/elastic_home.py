@@ -18,8 +18,7 @@ from typing_extensions import override
 from thinwire.comm import CommunicationError, Communicator
 from thinwire.comm.elastic import MembershipError
 from thinwire.comm.membership import Generation, Membership
-from thinwire.comm.relay import WorkerGroup
-from thinwire.comm.torch_backend import GenerationCommunicator
+from thinwire.comm.relay import GenerationCommunicator, WorkerGroup
 from thinwire.compress.codecs import Codec
 from thinwire.compress.packet import PacketError
 from thinwire.optim.diloco.checkpoint import ELASTIC

@@ -22,7 +22,7 @@ from thinwire.comm import CommunicationError, threads
 from thinwire.comm.decisions import Bystander, Decisions
 from thinwire.comm.elastic import Elastic, MembershipError
 from thinwire.comm.membership import Generation, Record
-from thinwire.comm.torch_backend import GenerationCommunicator
+from thinwire.comm.relay import GenerationCommunicator
 from thinwire.compress.packet import Flags, PacketError
 from thinwire.optim.elastic_job import Position, StepPhase, enter_elastic_job, may_be_joined, meet_and_join, positions
 from thinwire.optim.options import HomeOptions
