@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import thinwire
 from tests.optim.diloco.tower import SETTINGS, Tower, flat, loss_of, meeting, together
 from thinwire.comm import CommunicationError, Communicator, MembershipError, communicator, elastic, threads
+from thinwire.optim.replicated.elastic_shards import divide
 from thinwire.optim.replicated.elastic_workers import ElasticWorkers
 from thinwire.zero.placement import Averaging
 
@@ -264,6 +265,25 @@ def test_who_joins_has_the_weights_and_the_state_of_the_others(
     assert bool(followed) is (kind not in ("zero-one adam", "stage 1"))
     for number, state in saved["state"].items():
         assert all(torch.equal(one, of_late["state"][number][name]) for name, one in state.items())
+
+
+def test_state_is_divided_evenly_and_what_need_not_move_stays() -> None:
+    sizes = [50, 400, 70, 30, 400, 90, 120, 60, 20, 10, 300, 250]
+    every = set(range(len(sizes)))
+
+    def loads(holds: list[set[int]]) -> list[int]:
+        return [sum(sizes[number] for number in one) for one in holds]
+
+    four = divide([every] * 4, sizes)
+    assert max(loads(four)) <= 1.1 * 2 * sum(sizes) / 4
+    assert divide(four, sizes) == four
+    three = divide(four[1:], sizes)
+    moved = loads([after - before for before, after in zip(four[1:], three, strict=True)])
+    assert sum(moved) <= 1.5 * loads(four)[0]
+    again = divide([*three, set()], sizes)
+    assert loads(again)[3] >= 0.9 * 2 * sum(sizes) / 4
+    assert all(sum(number in one for one in again) == 2 for number in every)
+    assert divide([every], sizes) == [every]
 
 
 def test_what_no_worker_has_loaded_is_told_on_all() -> None:

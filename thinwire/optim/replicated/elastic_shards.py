@@ -86,13 +86,14 @@ class ShardedWorkers(ElasticWorkers):
     """ElasticWorkers that divide the state of DividedSteps."""
 
     def __init__(self, elastic: Any, options: Any, layout: Any, *others: Any) -> None:
-        self._sizes = [max(1, one.numel()) for one in layout.table.parameters]
+        self._sizes = [max(1, one.numel() if one.requires_grad else 0) for one in layout.table.parameters]
         steps = layout.groups[0].algorithm
         assert isinstance(steps, DividedSteps)
         assert steps.shares is not None
         self._shares, steps.shares.publish = steps.shares, self._publish
         self._published, self._settled, self._settled_elsewhere = 0, -1, -1
         self._holds: list[set[int]] = []  # of each of the workers
+        self._is_divided = False  # as `divide` has it
         self._given: list[Tensor] | None = None  # weights after the step that is being applied
         super().__init__(elastic, options, layout, *others)
 
@@ -147,7 +148,7 @@ class ShardedWorkers(ElasticWorkers):
 
     @override
     def _go_on(self) -> None:
-        while self._brought > self._settled_elsewhere:
+        while self._brought > self._settled_elsewhere and not self._is_divided:
             wanted = divide(self._holds, self._sizes)
             try:
                 if wanted != self._holds:
@@ -157,7 +158,7 @@ class ShardedWorkers(ElasticWorkers):
             except CommunicationError:
                 self._meet(alarm=True)
             else:
-                break
+                self._is_divided = True
         self._settled = self._brought
         super()._go_on()
 
@@ -222,6 +223,7 @@ class ShardedWorkers(ElasticWorkers):
             self.membership.leave()
             raise MembershipError(self._why_lost(lost))
         super()._join(generation)
+        self._is_divided = False
         self._holds, self._settled_elsewhere = holds, max((one.settled for one in said if one is not None), default=-1)
 
     def _why_lost(self, lost: set[int]) -> str:
