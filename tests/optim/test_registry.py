@@ -18,6 +18,7 @@ import thinwire
 from tests.launching import on_threads
 from tests.optim.subject import SUBJECTS, Subject, next_send
 from tests.optim.training import make_model, train
+from thinwire import command_line
 from thinwire.comm import Communicator, threads
 from thinwire.compress.kernels.cpu import backend
 from thinwire.optim import registry
@@ -277,3 +278,11 @@ def test_what_is_not_on_disk_is_compiled_by_another_process(tmp_path: Path) -> N
         )
         assert done.returncode == 0, done.stderr
         assert ("compiling 1 kernels" in done.stderr) is says
+
+
+@pytest.mark.programs
+def test_the_compile_command_compiles_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["compile"]) == 0
+    said = [one for one in capsys.readouterr().err.splitlines() if one.startswith("thinwire: kernel ")]
+    assert [one.rpartition(", ")[2] for one in said] == [*backend.KERNELS]
+    assert all(types_of(arguments) in kernel.overloads for kernel, arguments in backend.KERNELS.values())
