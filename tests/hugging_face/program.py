@@ -33,7 +33,7 @@ from tests.hugging_face.tiny import (
 )
 from tests.launching import same_on_all_ranks
 from tests.refusing import refused
-from thinwire import DiLoCo, OneBitAdam, ZeroOneAdam
+from thinwire import DiLoCo, OneBitAdam, OneBitMuon, ZeroOneAdam
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.hugging_face import Trainer, TrainerMixin, adapt
@@ -95,7 +95,8 @@ def trains_as_a_plain_loop(comm: Communicator, folder: Path) -> None:
 def resumes_bit_for_bit(comm: Communicator, folder: Path) -> None:
     """With dropout, shuffled data, and a checkpoint from the compressed stage."""
     samples = make_samples(160)
-    for number, (kind, options) in enumerate(((OneBitAdam, {"freeze_step": 4, "stage": 1}), LOCAL, WORKERS)):
+    kinds = ((OneBitAdam, {"freeze_step": 4, "stage": 1}), LOCAL, WORKERS, (OneBitMuon, {"stage": 1}))
+    for number, (kind, options) in enumerate(kinds):
         arguments = make_arguments(
             folder / str(number),
             max_steps=8,
