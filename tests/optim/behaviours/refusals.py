@@ -63,16 +63,16 @@ def parameters_that_one_rank_cannot_use_are_told_on_every_rank(comm: Communicato
 @behaviour(3)
 def ranks_that_differ_are_told_on_every_rank(comm: Communicator, subject: Subject) -> None:
     differences: list[tuple[tuple[tuple[int, ...], ...], dict[str, Any], str]] = [
-        (((3,), (4,)), {}, "2 parameters against 1 on rank 0"),
-        (((4,),), {}, r"parameter 0 has shape \(4,\).* against \(3,\)"),
-        (((3,),), {"lr": 0.5}, r"parameter groups are .*0\.5"),
-        (((3,),), {"block_size": 128}, "block_size is 128 against 64"),
+        (((300,), (400,)), {}, "2 parameters against 1 on rank 0"),
+        (((400,),), {}, r"parameter 0 has shape \(400,\).* against \(300,\)"),
+        (((300,),), {"lr": 0.5}, r"parameter groups are .*0\.5"),
+        (((300,),), {"block_size": 128}, "block_size is 128 against 64"),
     ]
     if subject.entry.freeze_option is not None:
         name = subject.entry.freeze_option
-        differences.append((((3,),), {name: FREEZE + 1}, f"{name} is {FREEZE + 1} against {FREEZE} on rank 0"))
+        differences.append((((300,),), {name: FREEZE + 1}, f"{name} is {FREEZE + 1} against {FREEZE} on rank 0"))
     for shapes, options, message in differences:
-        mine, mine_options = (shapes, options) if comm.rank == 1 else (((3,),), {})
+        mine, mine_options = (shapes, options) if comm.rank == 1 else (((300,),), {})
         with pytest.raises(ValueError, match=f"rank 1 and rank 0 differ: {message}"):
             subject.build_on(tensors(*mine), comm, **mine_options)
 
