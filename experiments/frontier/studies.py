@@ -144,7 +144,7 @@ _MUON_PARTS: tuple[dict[str, Any], ...] = (
 
 def _parts(workers: int) -> tuple[Question, ...]:
     """What each part of DiLoCo beyond the published one does, alone and together."""
-    of_qhadamw = _variants("diloco-qhadamw", {}, _MEAN, {**_MEAN, **_SHARED})
+    of_qhadamw = _variants("diloco", *({"inner": "QHAdamW", **one} for one in ({}, _MEAN, {**_MEAN, **_SHARED})))
     return (
         Question("text", workers, (2.5e-3, 5e-3), _variants("diloco", *_PARTS), all_seeds=True),
         Question("text", workers, (1.25e-3, 2.5e-3, 5e-3), of_qhadamw, all_seeds=True),

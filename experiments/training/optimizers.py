@@ -118,7 +118,9 @@ COMPRESSED = {
 """Names on command lines and in results, and thinwire's optimizers."""
 
 
-def _diloco(groups: list[dict[str, Any]], **options: Any) -> Any:
+def _diloco(groups: list[dict[str, Any]], inner: str = "AdamW", **options: Any) -> Any:
+    if inner == "QHAdamW":
+        return thinwire.DiLoCo(groups, thinwire.optim.QHAdamW, **{**options, "betas": (0.98, 0.999)})
     return thinwire.DiLoCo(groups, torch.optim.AdamW, **options)
 
 
@@ -126,13 +128,8 @@ def _diloco_muon(groups: list[dict[str, Any]], **options: Any) -> Any:
     return thinwire.DiLoCo(groups, thinwire.optim.Muon, adjust_lr_fn="match_rms_adamw", **options)
 
 
-def _diloco_qhadamw(groups: list[dict[str, Any]], **options: Any) -> Any:
-    return thinwire.DiLoCo(groups, thinwire.optim.QHAdamW, **{**options, "betas": (0.98, 0.999)})
-
-
 OUTER = {
     "diloco": Outer("DiLoCo", "DiLoCo", "#2b6ca3", "adamw", _diloco),
-    "diloco-qhadamw": Outer("DiLoCo", "DiLoCo, QHAdamW", "#d1495b", "adamw", _diloco_qhadamw),
     "diloco-muon": Outer("DiLoCo", "DiLoCo, Muon", "#00798c", "muon", _diloco_muon),
     "plain-diloco": Outer("PlainDiLoCo", "DiLoCo in 20 lines of torch", "#8f6bb3", "adamw", PlainDiLoCo),
 }
