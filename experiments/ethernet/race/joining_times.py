@@ -46,6 +46,7 @@ def main(arguments: Sequence[str]) -> None:
     comm.barrier()
     is_new = comm.rank == comm.size - 1
     model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(options.layers)))
+    gradients = [torch.randn_like(one) for one in model.parameters()]
     if is_new:
         comm.barrier()
     began = time.time()
@@ -56,7 +57,6 @@ def main(arguments: Sequence[str]) -> None:
         elastic=thinwire.Elastic(comm.size - 1, address=f"{options.address}:{_PORT}"),
     )
     workers = optimizer._home.workers  # type: ignore[attr-defined]
-    gradients = [torch.randn_like(one) for one in model.parameters()]
     ends: list[float] = []  # of steps
     together = 0
     while together < _STEPS:

@@ -220,7 +220,8 @@ class Onlooker:
         # As many at once as there are senders, so that none waits for another.
         for values, (part, wait) in zip((one for one, _ in parts), _ahead(size, self._receive(parts)), strict=True):
             wait()
-            values.copy_(part)
+            if part is not values:
+                values.copy_(part)
             done += part.nbytes
             if time.monotonic() - said > _SAYS_EVERY:
                 said = time.monotonic()
@@ -261,7 +262,7 @@ class Onlooker:
 
     def _receive(self, parts: Sequence[tuple[Tensor, int]]) -> Iterator[tuple[Tensor, Callable[[], None]]]:
         for like, source in parts:
-            part = torch.empty_like(like, device="cpu")
+            part = like if like.device.type == "cpu" else torch.empty_like(like, device="cpu")
             yield part, self._link.receive(part, source)
 
 
