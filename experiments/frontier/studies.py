@@ -147,8 +147,8 @@ def _parts(workers: int) -> tuple[Question, ...]:
     of_qhadamw = _variants("diloco", *({"inner": "QHAdamW", **one} for one in ({}, _MEAN, {**_MEAN, **_SHARED})))
     return (
         Question("text", workers, (2.5e-3, 5e-3), _variants("diloco", *_PARTS), all_seeds=True),
-        Question("text", workers, (1.25e-3, 2.5e-3, 5e-3), of_qhadamw, all_seeds=True),
-        Question("text", workers, (5e-3, 1e-2), _variants("diloco-muon", *_MUON_PARTS), all_seeds=True),
+        Question("text", workers, (5e-3, 1e-2), _variants("diloco-muon", *_MUON_PARTS)),
+        Question("text", workers, (1.25e-3, 2.5e-3, 5e-3), of_qhadamw),
     )
 
 

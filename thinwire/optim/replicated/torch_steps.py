@@ -1,5 +1,6 @@
-"""ShardedOptimizer at stage 0 on workers that come and go: all of a torch optimizer's state on every worker, in the
-buckets of a ReplicatedHome, and its own step on gradients that are averaged, exactly or through a codec, for ever."""
+"""ShardedOptimizer on workers that come and go: a torch optimizer's own step on gradients that are averaged, exactly or
+through a codec, for ever. At stage 0 all workers have all of its state, in the buckets of a ReplicatedHome; at stage 1
+they divide it."""
 
 from __future__ import annotations
 
