@@ -38,6 +38,8 @@ schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 - optimizer.
 sampler = thinwire.ElasticBatchSampler(optimizer, len(data), batch=96, micro_batch=8)
 
 for step in sampler.steps(DataLoader(data, batch_sampler=sampler)):
+    if optimizer.steps == STEPS:  # before a step: a worker may join after the last one
+        break
     total = 0.0
     for samples, targets in step:
         loss = step.weight * (model(samples) - targets).square().mean()
@@ -49,8 +51,6 @@ for step in sampler.steps(DataLoader(data, batch_sampler=sampler)):
     time.sleep(arguments.pause)
     if optimizer.steps % 50 == 0:
         print(f"step {optimizer.steps}: loss {total:.3f}, {optimizer.workers} workers", flush=True)
-    if optimizer.steps == STEPS:
-        break
 
 optimizer.synchronize_weights()  # all leave with the same weights
 with torch.no_grad():

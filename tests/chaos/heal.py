@@ -161,6 +161,8 @@ def train(model: Tower, optimizer: Any, on_step: Any, begin: Any, before_backwar
 
     workers.on_step = note
     for step in sampler.steps(DataLoader(data(), batch_sampler=sampler)):
+        if optimizer.steps >= STEPS:  # who has joined after the last one
+            break
         samples: list[int] = []
         begin(optimizer.steps)
         for numbers, inputs, wanted in step:
