@@ -119,7 +119,7 @@ _BY_ARRIVAL = (
 """Ways for a worker to take an outer step in."""
 
 
-_MEAN = {"outer_lr": 1.0, "outer_momentum": 0.0, "overlap": 0, "mix": 0.0}
+_MEAN = _outer(30, *_AVERAGING)
 _SHARED, _MOMENTS = {"share": {"exp_avg": 1}}, {"share": {"exp_avg": 1, "exp_avg_sq": 6}}
 _PARTS: tuple[dict[str, Any], ...] = (
     {},

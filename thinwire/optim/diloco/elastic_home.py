@@ -312,8 +312,7 @@ class ElasticHome(LocalHome):
         """Leave the communicator of the last generation."""
         group = self._group
         self._bytes_earlier += group.bytes_sent
-        in_flight = any(one.arrived is None for one in self.under_way)
-        if in_flight and isinstance(group.comm, GenerationCommunicator):
+        if isinstance(group.comm, GenerationCommunicator):
             group.comm.abandon()
         else:
             group.close()
