@@ -101,13 +101,32 @@ def test_a_death_while_connecting_ends_in_an_error_not_in_a_wait() -> None:
     first.leave()
 
 
+def test_who_looks_on_does_not_wait_for_tellers_that_have_ended() -> None:
+    store = HashStore()
+    workers = begin(store)
+    workers[0].begin()
+    newcomer = arrive(store)
+
+    def tell_and_end() -> None:
+        until(lambda: all(one.heart.watched for one in workers))
+        workers[0].heart.tell()
+        workers[0]._store.write("onlooker/0/size", "3")
+        for one in workers:
+            one.leave()
+
+    start = time.monotonic()
+    at_once(tell_and_end, lambda: refused(CommunicationError, "did not connect: .* left", newcomer.look_on))
+    assert time.monotonic() - start < 25  # Gloo alone would wait for its timeout
+    newcomer.leave()
+
+
 def test_all_are_done_or_meet_again() -> None:
     store = HashStore()
     first, second = begin(store)
     second.leave()
-    assert not first.finish()
+    assert not first.finish(3)
     assert first.meet({}, alarm=True).names == [first.name]
-    assert first.finish()
+    assert first.finish(3)
     refused(MembershipError, "is over: there is nothing to join", arrive(store).meet, None, alarm=False)
 
 
@@ -154,7 +173,7 @@ def test_workers_meet_in_a_file_or_at_a_served_place_and_at_none_that_nobody_ser
         worker = Membership(settings, *reach(settings), threads.single(30.0))
         assert worker.meet(None, alarm=False).index == 0
         assert [worker.claim(5), worker.claim(2), worker.claim(1)] == [0, 5, 7]
-        assert worker.finish()
+        assert worker.finish(0)
     del place
     refused(MembershipError, "cannot be written", reach, Elastic(workers=1, address=f"file:{tmp_path}/no/meeting"))
     refused(ValueError, "served by none: start the workers with file:/x", serve, "file:/x")

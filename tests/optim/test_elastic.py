@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import thinwire
 from tests.optim.diloco.tower import SETTINGS, Tower, flat, loss_of, meeting, together
+from tests.refusing import refused
 from thinwire.comm import CommunicationError, Communicator, MembershipError, communicator, elastic, threads
 from thinwire.optim.replicated.elastic_shards import divide
 from thinwire.optim.replicated.elastic_workers import ElasticWorkers
@@ -340,6 +341,18 @@ def test_state_outlives_one_of_the_two_workers_that_hold_it_and_not_both(at_once
     assert len(ends) == 3
     assert len(set(ends)) == 1
     assert ("optimizer state is lost, as all are gone that held it: that of" in ends[0]) is at_once
+
+
+@pytest.mark.parametrize("kind", ["adam", "stage 1"])
+def test_a_step_that_the_others_have_ended_before_is_refused_and_they_end(kind: str) -> None:
+    def go_on(model: Tower, optimizer: Any, workers: ElasticWorkers) -> None:
+        if optimizer.steps == 19:
+            step(model, optimizer, 2)
+            refused(MembershipError, "have ended it after 20 common steps", step, model, optimizer, 2)
+            workers.membership.heart.stop(gone=True)  # as at a process's exit
+            workers._part()
+
+    run(kind, go_on)
 
 
 def test_a_worker_that_was_held_up_finds_itself_replaced_and_ends() -> None:

@@ -228,6 +228,8 @@ class Heart:
         self._alarm = False
         self._wanted = self._watched = False
         self.told = 0  # how many have looked on, or wanted to
+        self.step = 0  # that this worker takes with the others
+        self.ended: int | None = None  # the last step of a worker of this generation that takes no more
         self._looked = time.monotonic()
         self._stop = threading.Event()
         store.add(f"beat/{name}", 1)
@@ -242,6 +244,7 @@ class Heart:
             self._next = number + 1
             self._members = tuple(members)
             self._alarm = self._wanted = False
+            self.ended = None
             self.watch(self._members)
 
     def watch(self, names: Iterable[str]) -> None:
@@ -260,13 +263,24 @@ class Heart:
             left, dead = self._beats.get(name) == _GONE, self._unchanged[name] >= self._patience
         return f"{name} left" if left else f"{name} gave no sign of life for {self._silence:g} s" if dead else ""
 
+    def fates(self, names: Iterable[str]) -> list[str]:
+        """Of those who have left or count as dead."""
+        return [fate for name in names if (fate := self.fate(name))]
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether another worker has ended before the step that this one takes, which so never comes about."""
+        return self.ended is not None and self.step > self.ended
+
     @property
     def disturbed(self) -> str:
         """Why the workers of this generation have to meet now; empty where they need not."""
         with self._lock:
             if self._alarm:
                 return "another worker has called a meeting"
-            lost = [fate for name in self._members if name != self._name and (fate := self.fate(name))]
+            lost = self.fates(name for name in self._members if name != self._name)
+        if self.is_left_behind:
+            return f"the others have ended after step {self.ended}"
         if lost:
             return "; ".join(lost)
         if time.monotonic() - self._looked > self._silence + _INTERVAL:
@@ -314,12 +328,14 @@ class Heart:
         alarm = bool(number) and self._store.check([f"{number}/alarm"])
         wanted = bool(number) and self._store.check([f"{number}/count"])
         watched = self._store.check([f"onlooker/{told}"])
+        ended = f"{number - 1}/ended"
+        last = int(self._store.get(ended)) if number and self._store.check([ended]) else None
         with self._lock:
             for name, beat in beats.items():
                 self._unchanged[name] = self._unchanged[name] + 1 if self._beats.get(name) == beat else 0
             self._beats.update(beats)
             if number == self._next:
-                self._alarm, self._wanted = alarm, wanted
+                self._alarm, self._wanted, self.ended = alarm, wanted, last
             if told == self.told:
                 self._watched = watched
         self._looked = time.monotonic()

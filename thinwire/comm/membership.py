@@ -24,7 +24,7 @@ from thinwire.comm.elastic import Elastic, Heart, LimitedStore, MembershipError
 from thinwire.comm.errors import CommunicationError
 from thinwire.comm.pairwise import Messages
 from thinwire.comm.relay import GenerationCommunicator, Relay, WorkerGroup
-from thinwire.comm.torch_backend import connect
+from thinwire.comm.torch_backend import Wiring, connect
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -147,6 +147,11 @@ class Membership:
         """Why all workers have to meet now, empty where they need not; `own_reason`: the first rank's own, if any."""
         return own_reason or self.heart.disturbed
 
+    def takes(self, step: int) -> None:
+        """Note that this worker takes a step with the others, which they may not have ended before."""
+        if self.relay.leads:
+            self.heart.step = step
+
     @property
     def wanted(self) -> bool:
         """Whether a worker waits to join, as the first rank knows."""
@@ -170,6 +175,12 @@ class Membership:
     @_asked
     def _met(self, record: Record | None, alarm: bool) -> dict[str, Any]:
         while True:
+            if self.heart.is_left_behind:
+                raise MembershipError(
+                    f"the others of job {self.settings.job!r} have ended it after {self.heart.ended} common steps, "
+                    "and this one has begun a further one, as who joins after the last step might: end the loop before "
+                    "a step, `while optimizer.steps < STEPS`"
+                )
             number = self._next_open()
             stayed = self.generation is not None and self.generation.number == number - 1
             if self._admits is not None and record is not None and not stayed:
@@ -267,7 +278,8 @@ class Membership:
             if meets or time.monotonic() - began > self.settings.join_timeout:
                 return None
             time.sleep(_POLL_SECONDS)
-        return self._linked(number, 0, int(size)) if int(size) > 1 else None
+        tellers = [entry.name for entry in _parsed(self._store.read(f"{self._next_open() - 1}/members"))]
+        return self._linked(number, 0, int(size), tellers) if int(size) > 1 else None
 
     def tell(self) -> Future[Messages] | None:
         """Be connected, in the background, with the next one that waits to look on; None if this worker is alone."""
@@ -275,14 +287,13 @@ class Membership:
         number, index, size = self.heart.tell(), self.generation.index, len(self.generation.entries)
         if index == 0:
             self._store.write(f"onlooker/{number}/size", str(size + 1 if size > 1 else 0))
-        return in_background(lambda: self._linked(number, index + 1, size + 1)) if size > 1 else None
+        onlooker = [self._store.read(f"onlooker/{number}") or ""]
+        return in_background(lambda: self._linked(number, index + 1, size + 1, onlooker)) if size > 1 else None
 
-    def _linked(self, number: int, rank: int, size: int) -> Messages:
+    def _linked(self, number: int, rank: int, size: int, others: Sequence[str]) -> Messages:
         limit = self.settings.timeout
-        try:
-            wiring = connect(self._another_store(), f"onlooker/{number}", rank, size, limit)
-        except RuntimeError as error:
-            raise CommunicationError(f"the workers did not connect with one that looks on: {error}") from error
+        self.heart.watch(others)
+        wiring = self._wired(f"onlooker/{number}", rank, size, lambda: "; ".join(self.heart.fates(others)))
         comm = GenerationCommunicator(wiring, limit, lambda: "")
         assert wiring.group is not None
         return Messages(wiring.group, limit, lambda in_flight: comm.abandon(others=in_flight))
@@ -304,26 +315,32 @@ class Membership:
         limit = self.settings.timeout
         if len(members) == 1:
             return threads.single(limit)
-        path, rank = f"{generation.number}/{purpose}", members.index(generation.index)
-        # Gloo connects for as long as its timeout is, and learns of no death meanwhile.
-        wiring = in_background(lambda: connect(self._another_store(), path, rank, len(members), limit))
-        while not wiring.done() and not (disturbed := self.heart.disturbed):
-            wait([wiring], _POLL_SECONDS)
+        rank = members.index(generation.index)
+        wiring = self._wired(f"{generation.number}/{purpose}", rank, len(members), lambda: self.heart.disturbed)
+        return GenerationCommunicator(wiring, limit, lambda: self.heart.disturbed)
+
+    def _wired(self, path: str, rank: int, size: int, disturbed: Callable[[], str]) -> Wiring:
+        """Gloo connects for as long as its timeout is, and learns of no death meanwhile: this one asks `disturbed`."""
+        wiring = in_background(lambda: connect(self._another_store(), path, rank, size, self.settings.timeout))
+        while not (why := disturbed()) and not wait([wiring], _POLL_SECONDS).done:
+            pass
         try:
             if wiring.done():
-                return GenerationCommunicator(wiring.result(), limit, lambda: self.heart.disturbed)
+                return wiring.result()
         except RuntimeError as error:
-            disturbed = str(error)
-        raise CommunicationError(f"the workers did not connect: {disturbed}")
+            why = str(error)
+        raise CommunicationError(f"the workers did not connect: {why}")
 
     @_asked
-    def finish(self) -> bool:
-        """Wait until all of the generation have come here; False where they have to meet first.
+    def finish(self, steps: int) -> bool:
+        """Wait until all of the generation have come here; False where they have to meet first. `steps`: how many this
+        worker has taken, after which no other may take a further one: see Heart.
 
         After True this worker is out of the job, and the job is over for all who would join.
         """
         generation = self.generation
         assert generation is not None, "finish() follows meet()"
+        self._store.write(f"{generation.number}/ended", str(steps))
         key, size = f"{generation.number}/done", len(generation.entries)
         done = self._store.add(key, 1)
         while done < size:

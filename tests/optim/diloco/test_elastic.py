@@ -150,6 +150,23 @@ def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner(capsys: 
 
 
 @pytest.mark.filterwarnings("ignore:the outer step")
+def test_an_outer_step_that_the_others_have_ended_before_is_refused_and_they_end() -> None:
+    options: dict[str, Any] = {"every": 4, "fragments": 1, "overlap": 0}
+
+    def end() -> Tensor | None:
+        model = Tower()
+        optimizer, home = make_elastic(model, **options)
+        go_on(model, optimizer, home.index, 8)
+        if home.index == 2:
+            refused(MembershipError, "have ended it after 2 common steps", go_on, model, optimizer, 2, 12)
+            return optimizer.close()
+        optimizer.synchronize()
+        return flat(model.parameters())
+
+    first, second = [one for one in together([end] * 3) if one is not None]
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_who_is_left_out_is_the_same_on_all_and_who_joins_knows_what_is_usual(ranks: int) -> None:
     options: dict[str, Any] = {"every": 4, "fragments": 1, "overlap": 0, "guard": 3.0, "codec": "int8"}

@@ -150,7 +150,7 @@ class ElasticHome(LocalHome):
         while self._left < self._due:
             self._leave_next()
             self._take_in(self.under_way[0])
-        if not self.membership.finish():
+        if not self.membership.finish(self._left):
             raise CommunicationError("the workers have to meet once more before they end")
 
     @property
@@ -169,6 +169,7 @@ class ElasticHome(LocalHome):
             self._leave_next()
 
     def _leave_next(self) -> None:
+        self.membership.takes(self._left + 1)
         self._leave(self._left % len(self.fragments))
 
     @override

@@ -155,6 +155,7 @@ class ElasticWorkers:
 
     def _go_on(self) -> None:
         self._phase = StepPhase.SENDING
+        self.membership.takes(self._brought + 1)
         self._move()
 
     # Resuming
@@ -182,6 +183,7 @@ class ElasticWorkers:
     def end(self, step: int) -> None:
         """End this worker's part in the job, after step number `step`, with all weights alike. Collective."""
         before = self._brought
+        self.membership.takes(before)
         while not self._is_over:
             try:
                 if self._brought == before:
@@ -191,7 +193,7 @@ class ElasticWorkers:
                     arrived = self._brought > before
                     group.meet(step, lambda: self._take(self._synchronizer.arrival(_SYNC)), arrived=arrived)
                 self._phase = StepPhase.SENDING
-                if not self.membership.finish():
+                if not self.membership.finish(self._brought):
                     raise CommunicationError("the workers have to meet once more before they end")
                 self._is_over = True
             except (PacketError, MembershipError):
@@ -328,17 +330,19 @@ class ElasticWorkers:
         """Have weights and state beside the others' training, and take the steps that they take meanwhile, up to the
         last few; nothing if that does not come about: the others then wait at the meeting."""
         for _ in range(_ATTEMPTS if all(group.local is None for group in self._layout.groups) else 0):
-            link = self.membership.look_on() if self.membership.begun else None
-            if link is None:
-                return
-            self._onlooker, ranks = Onlooker(link), Bystander(link.size - 1, self.comm.timeout)
-            self.decisions.follow(ranks)
             try:
+                link = self.membership.look_on() if self.membership.begun else None
+                if link is None:
+                    return
+                self._onlooker, ranks = Onlooker(link), Bystander(link.size - 1, self.comm.timeout)
+                self.decisions.follow(ranks)
                 look_on_from(self._layout, Wire(ranks, self._options, decisions=self.decisions))
                 self._be_as(self._onlooker.take_state(self._state))
                 self._synchronizer.move(ranks)
                 while self._follow(self._onlooker.next_step()) > 1:
                     pass
+            except MembershipError:
+                raise
             except CommunicationError:
                 self._onlooker = None
             else:
