@@ -170,6 +170,15 @@ class WorkerGroup:
         if inside:
             self._relay.spread(tensor)
 
+    def gather(self, value: object, purpose: str) -> list[Any]:
+        """What each worker's first rank gives, by worker: small, and what JSON can hold."""
+
+        def call() -> list[Any]:
+            assert self.comm is not None
+            return [json.loads(one) for one in self.comm.all_gather_bytes(json.dumps(value).encode(), purpose)]
+
+        return self._relay.ask(call)
+
     def barrier(self) -> None:
         """Return once every worker has called it."""
         self._between(Communicator.barrier)

@@ -39,6 +39,8 @@ from thinwire.optim.diloco.elastic_home import ElasticHome
 
 __all__ = ["meeting"]
 
+SHARE = {"exp_avg": 1, "exp_avg_sq": 2}
+
 
 def run_to_the_end(
     steps: int, before_step: Callable[[ElasticHome], object] = lambda home: None, **options: Any
@@ -59,9 +61,10 @@ def run_to_the_end(
     return first
 
 
+@pytest.mark.parametrize("share", [{}, SHARE])
 @pytest.mark.parametrize(("fragments", "overlap", "codec"), [(1, 0, "int8"), (2, 1, "sign1")])
-def test_undisturbed_it_is_diloco_bit_for_bit(fragments: int, overlap: int, codec: str) -> None:
-    options: dict[str, Any] = {"fragments": fragments, "overlap": overlap, "codec": codec}
+def test_undisturbed_it_is_diloco_bit_for_bit(fragments: int, overlap: int, codec: str, share: dict[str, int]) -> None:
+    options: dict[str, Any] = {"fragments": fragments, "overlap": overlap, "codec": codec, "share": share}
 
     def body(comm: Communicator) -> Tensor:
         model = Tower()
@@ -78,32 +81,41 @@ def test_undisturbed_it_is_diloco_bit_for_bit(fragments: int, overlap: int, code
 
 
 @pytest.mark.parametrize("codec", ["int8", "sign1"])
-@pytest.mark.parametrize("by_some", [False, True])
-def test_an_outer_step_whose_end_is_lost_counts_for_all_or_for_none(by_some: bool, codec: str) -> None:
+@pytest.mark.parametrize(
+    ("by_some", "share", "fragment"),
+    [(False, {}, 0), (True, {}, 0), (False, SHARE, 0), (False, SHARE, 2), (True, SHARE, 2)],
+)
+def test_an_outer_step_whose_end_is_lost_counts_for_all_or_for_none(
+    by_some: bool, share: dict[str, int], fragment: int, codec: str
+) -> None:
     """Taken by none it is taken again, with the same bits sent, residuals above all; taken by some it is handed to the
     one that lacks it. Either way all go on as if nothing had been."""
-    taken: dict[int, int] = {}
+    homes: dict[int, ElasticHome] = {}
 
     def lose(home: ElasticHome) -> None:
-        taken[home.index] = home._taken
+        homes[home.index] = home
         if home.steps == (12 if by_some else 11) and (home.index == 2 or not by_some):  # leg 2 of the second one
-            home.outer_steps[0].arrive = lost  # type: ignore[method-assign]
+            home.outer_steps[fragment].arrive = lost  # type: ignore[method-assign]
         while by_some and home.steps == 14 and home.index < 2 and not home.membership.why_meet(""):
             time.sleep(0.01)
 
     def lost() -> Any:
-        while by_some and (taken[0] < 2 or taken[1] < 2):
+        while by_some and min(homes[0]._taken, homes[1]._taken) <= (4 if share else 1):
             time.sleep(0.01)
         raise CommunicationError("lost")
 
-    options: dict[str, Any] = {"fragments": 1, "overlap": int(by_some), "codec": codec}
+    options: dict[str, Any] = {"fragments": 1, "overlap": int(by_some), "codec": codec, "share": share}
     another_job = replace(SETTINGS, job="another")
     assert torch.equal(run_to_the_end(27, lose, **options), run_to_the_end(27, elastic=another_job, **options))
 
 
-def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("share", [{}, {"exp_avg": 1, "exp_avg_sq": 3}])
+def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner(
+    share: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
     """One leaves after two outer steps, another joins after four: Algorithm 1 in float64."""
     options: dict[str, Any] = {"every": 4, "fragments": 1, "overlap": 0, "codec": "none", "outer_lr": 0.7}
+    options["share"] = share
     come = threading.Event()
 
     def stays(worker: int) -> Tensor:
@@ -145,7 +157,7 @@ def test_the_mean_is_over_those_present_and_momentum_outlives_its_owner(capsys: 
     assert torch.equal(first, late)
     # All three begin at once, in whatever order: their data are their own.
     rounds = [{worker: [worker] for worker in present} for present in ((0, 1, 2), (0, 1), (0, 1, 3)) for _ in range(2)]
-    wanted = algorithm_1(Tower(), rounds, loss_of, every=4, outer_lr=0.7, momentum=0.9)
+    wanted = algorithm_1(Tower(), rounds, loss_of, every=4, outer_lr=0.7, momentum=0.9, share=share)
     assert relative_error(first, wanted) < 1e-5  # fp32; a momentum begun anew leads to 0.1
 
 
@@ -236,7 +248,6 @@ def test_no_sample_is_read_twice_by_workers_or_ranks_of_one(workers: int, ranks:
         ({"stage": 1}, "stage=1"),
         ({"nodes": [0]}, r"nodes=\[0\]"),
         ({"comm_backend_name": "mpi"}, "ends an MPI job"),
-        ({"share": {"exp_avg": 1}}, "share does not go with elastic"),
     ],
 )
 def test_what_elastic_workers_cannot_have(options: dict[str, Any], error: str) -> None:
@@ -308,9 +319,19 @@ def test_nodes_average_gradients_inside_and_count_once_between(stage: int) -> No
     assert speaks == [rank == 0 for size in sizes for rank in range(size)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_node_whose_rank_is_lost_is_dropped_whole_and_another_joins(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "stage", "share"),
+    [
+        (torch.float32, 0, {}),
+        (torch.bfloat16, 0, SHARE),
+        (torch.float32, 2, {"exp_avg_sq": 1}),
+    ],
+)
+def test_a_node_whose_rank_is_lost_is_dropped_whole_and_another_joins(
+    dtype: torch.dtype, stage: int, share: dict[str, int]
+) -> None:
     options: dict[str, Any] = {"every": 4, "fragments": 2, "elastic": TWO, "param_dtype": dtype}
+    options |= {"stage": stage, "share": share}
     come, gone = threading.Event(), threading.Event()
     errors: list[Exception] = []
 

@@ -65,6 +65,8 @@ def workers(
     [
         (7, "int4", 1, {"fragments": 2, "overlap": 2}),  # a fragment is under way
         (9, "stat2", 1, {"fragments": 1, "overlap": 0}),
+        (8, "int8", 1, {"fragments": 2, "overlap": 2, "share": {"exp_avg": 1, "exp_avg_sq": 2}}),
+        (13, "int4", 2, {"fragments": 2, "overlap": 2, "stage": 2, "share": {"exp_avg": 2}}),
         (10, "stat2", 2, {"fragments": 2, "overlap": 2, "stage": 1}),
     ],
 )
@@ -83,9 +85,12 @@ def test_as_many_workers_go_on_with_the_bits_of_a_job_that_never_stopped(
         assert torch.equal(weights, wanted)
 
 
+@pytest.mark.parametrize("share", [{}, {"exp_avg": 1, "exp_avg_sq": 2}])
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1)])
-def test_fewer_workers_go_on_as_if_the_others_had_died_and_more_as_if_they_joined(before: int, after: int) -> None:
-    options: dict[str, Any] = {"fragments": 2, "overlap": 2, "codec": "int8"}
+def test_fewer_workers_go_on_as_if_the_others_had_died_and_more_as_if_they_joined(
+    before: int, after: int, share: dict[str, int]
+) -> None:
+    options: dict[str, Any] = {"fragments": 2, "overlap": 2, "codec": "int8", "share": share}
     through = workers("first", before, 7, **options)
     resumed = workers("second", after, None, [[of_worker[0][1]] for of_worker in through], **options)
     # One outer step was under way when all saved, until a step later: it is taken in as they begin.

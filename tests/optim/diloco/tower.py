@@ -171,28 +171,49 @@ def algorithm_1(
     every: int,
     outer_lr: float,
     momentum: float,
+    share: Mapping[str, int] | None = None,
 ) -> Tensor:
     """The outer weights of Algorithm 1 by AdamW workers that differ from round to round, flat; `rounds`: by worker that
-    is present, of whose data it averages the gradients."""
+    is present, of whose data it averages the gradients. `share`: state of which they take the mean after so many
+    rounds; who comes has the first one's state then, in which what is shared is as it was last alike."""
     model = model.double()
     outer = flat(model.parameters())
     velocity = torch.zeros_like(outer)
     workers: dict[int, tuple[nn.Module, torch.optim.Optimizer]] = {}
+    alike: dict[str, list[Tensor]] = {}
+    begun: dict[str, Any] = {}
     for number, present in enumerate(rounds):
         for worker, data in present.items():
             if worker not in workers:
                 own = copy.deepcopy(model)
                 workers[worker] = own, torch.optim.AdamW(own.parameters(), lr=0.01)
+                if alike:
+                    workers[worker][1].load_state_dict(begun)
+                    set_state(workers[worker][1], alike)
             own, inner = workers[worker]
             torch.nn.utils.vector_to_parameters(outer.clone(), own.parameters())
             for at in range(number * every, (number + 1) * every):
                 inner.zero_grad()
                 torch.stack([loss_of(own, one, at + 1) for one in data]).mean().backward()
                 inner.step()
+        inners = [workers[worker][1] for worker in present]
+        for kind in (kind for kind, rounds_each in (share or {}).items() if (number + 1) % rounds_each == 0):
+            states = [[entry[kind] for entry in one.state.values()] for one in inners]
+            alike[kind] = [torch.stack(of_weight).mean(0) for of_weight in zip(*states, strict=True)]
+            for one in inners:
+                set_state(one, {kind: alike[kind]})
+        begun = copy.deepcopy(inners[0].state_dict())
         gradient = torch.stack([outer - flat(workers[worker][0].parameters()) for worker in present]).mean(0)
         velocity = momentum * velocity + gradient
         outer = outer - outer_lr * (gradient + momentum * velocity)
     return outer
+
+
+def set_state(inner: torch.optim.Optimizer, values: Mapping[str, Sequence[Tensor]]) -> None:
+    """By kind, of each weight."""
+    for kind, of_weights in values.items():
+        for entry, value in zip(inner.state.values(), of_weights, strict=True):
+            entry[kind].copy_(value)
 
 
 class Tower(nn.Module):

@@ -1,13 +1,13 @@
 """The home of local updates by workers that come and go.
 
-Outer steps are numbered over the whole job: number n is of fragment n modulo their count, and is taken by all of a
-generation or by none. docs/internals/elastic.md says why that holds.
+Outer steps are numbered over the whole job, as SharedStates does it, and each is taken by all of a generation or by
+none. docs/internals/elastic.md says why that holds.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from thinwire.optim.diloco.checkpoint import ELASTIC
 from thinwire.optim.diloco.elastic_meeting import Loaded, Plan, Standing, hand_over, load_worker, saved_states
 from thinwire.optim.diloco.fragments import Fragment, Guard, OuterOptimizer, Timetable
 from thinwire.optim.diloco.home import LocalHome
-from thinwire.optim.diloco.outer import Alone, OuterState, OuterStep, UnderWay, make_node_outer_step
+from thinwire.optim.diloco.outer import OuterState, OuterStep, UnderWay, make_node_outer_step
 from thinwire.optim.diloco.outer_weights import KeptMomentum
 from thinwire.optim.diloco.worker import Worker
 from thinwire.optim.elastic_job import meet_and_join
@@ -53,24 +53,26 @@ class ElasticHome(LocalHome):
         worker: Worker,
         names: Sequence[str],
         fragments: Sequence[Fragment],
-        codec: Codec,
+        codec_of: Callable[[bool], Codec],
         timetable: Timetable,
         outer: OuterOptimizer,
         mix: float | Literal["carry"],
+        share: Mapping[str, int],
         make_guard: Callable[[int], Guard | None],
     ) -> None:
+        """`codec_of`: of values that are nowhere below 0, or of others."""
         device = worker.parameters[0].device
-
-        def make_step(fragment: Fragment, number: int, positive: bool) -> OuterStep:
-            return Alone(fragment.numel, device, make_guard(fragment.numel))
-
-        super().__init__(comm, comm, None, worker, names, fragments, timetable, outer, mix, {}, make_step)
         self.membership = membership
         self.index = 0
         """This worker's number among `workers`, which may change at an outer step."""
         self._relay = membership.relay
         self._group = WorkerGroup(self._relay, None)
-        self._codec = codec
+
+        def make_step(fragment: Fragment, number: int, positive: bool) -> OuterStep:
+            guard, comm = make_guard(fragment.numel), self._group.comm
+            return make_node_outer_step(self._relay, comm, fragment, codec_of(positive), number, device, guard)
+
+        super().__init__(comm, comm, None, worker, names, fragments, timetable, outer, mix, share, make_step)
         # Who speaks for the node keeps it for all of its ranks.
         self._momentum = KeptMomentum([one.numel if self._relay.leads else 0 for one in fragments], device)
         self._loaded: Loaded | None = None  # until the next meeting
@@ -125,7 +127,7 @@ class ElasticHome(LocalHome):
         """End this worker's part in the job, with all weights alike."""
         if self._is_over:
             return
-        self._at_the_end = 0 if self._ends_in_sync else len(self.fragments)
+        self._at_the_end = 0 if self._ends_in_sync else self._timetable.fragments
         self._together(self._end)
         self._is_over = True
         self.met_at = self.steps
@@ -161,16 +163,19 @@ class ElasticHome(LocalHome):
     @property
     def _due(self) -> int:
         """Outer steps for which it should have."""
-        return self._timetable.count(self.steps) + self._at_the_end
+        return self._shared.count(self._timetable.count(self.steps) + self._at_the_end)
 
     @override
     def _leave_due(self) -> None:
+        if self._left < self._due:
+            self.membership.takes(self._left + 1)
+            self._shared.begin()
         while self._left < self._due:
             self._leave_next()
 
     def _leave_next(self) -> None:
         self.membership.takes(self._left + 1)
-        self._leave(self._left % len(self.fragments))
+        self._leave(self._shared.fragment(self._left))
 
     @override
     def _announced(self) -> tuple[int, bool]:
@@ -181,14 +186,14 @@ class ElasticHome(LocalHome):
         super()._take_in(one, mix)
         assert one.arrived is not None
         self._count(one, one.arrived.update)
-        if one.arrived.meet:
-            raise _WorkerWaits
+        if one.arrived.meet and not self.fragments[self._shared.fragment(self._taken)].kind:
+            raise _WorkerWaits  # with state as it is in common behind these weights
 
     def _count(self, one: UnderWay, update: Tensor | None) -> None:
         """Outer step number `_taken` is taken, or dropped where there is no `update`."""
         if update is None:
             self._dropped = [*self._dropped, self._taken][-len(self.fragments) :]
-        elif self._relay.leads:
+        elif self._relay.leads and not self.fragments[one.fragment].kind:
             self._momentum.follow(one.fragment, update, one.settings, self._states()[one.fragment])
         self._taken += 1
 
@@ -251,6 +256,8 @@ class ElasticHome(LocalHome):
             self._take_in_arrived()
         if me == plan.order[0] and self._relay.leads and plan.claimed:
             self.membership.claim(max(0, plan.claimed - self.membership.claim(0)))
+        if not plan.top and not plan.as_saved:
+            self._shared.cut({})  # not all may know what was agreed
         group = self.membership.connect(plan.order, "exchange")
         try:
             if plan.lacking and me in (plan.source, *plan.lacking):
@@ -261,14 +268,16 @@ class ElasticHome(LocalHome):
         self._part()
         if not (stays and plan.as_saved):
             self.under_way.clear()
-        self._group, self.workers, self.index = group, len(plan.order), plan.order.index(me)
+        self._group = self._shared.group = group
+        self.workers, self.index = len(plan.order), plan.order.index(me)
         self.uncompressed_step_bytes = ring_bytes(self.workers * self.comm.size, self._trained)
         self._warns = self.index == 0 and self._relay.leads
-        device = self.worker.parameters[0].device
         states = self._states()
         for number, (fragment, before) in enumerate(zip(self.fragments, states, strict=True)):
             guard = self.outer_steps[number].guard
-            after = make_node_outer_step(self._relay, group.comm, fragment, self._codec, number, device, guard)
+            after = self._shared.make_step(fragment, number, self._shared.least(fragment) is not None)
+            if guard is not None and after.guard is not None:
+                after.guard.known = guard.known
             self._momentum.hand_on(number, before, after.state, with_residuals=stays)
             self.outer_steps[number] = after
         self._failure, self._loaded, self._resumed_from = "", None, plan.of_source.checkpoint
@@ -286,17 +295,18 @@ class ElasticHome(LocalHome):
     def _hand_over(self, me: int, plan: Plan) -> None:
         """Give those who lack outer steps, or have nothing, what the source has. Collective of these."""
         group = self.membership.connect([plan.source, *plan.lacking], "state")
-        guards = [one.guard for one in self.outer_steps]
-        outer, momentum = hand_over(group, plan, self.weights, self._momentum, guards)
+        outer, momentum = hand_over(group, plan, me, self.names, self._shared, self._momentum)
         if me != plan.source and plan.standings[me] is None:
             for fragment, values in outer.items():
-                self.weights.set(fragment, values, values)
-                self._momentum.of(fragment).copy_(momentum[fragment])
+                in_common = not self.fragments[fragment].kind or bool(values.any())
+                self.weights.set(fragment, values, values if in_common else None)
+            for fragment, values in enumerate(momentum):
+                self._momentum.of(fragment).copy_(values)
             self._taken, self.steps, self._dropped = plan.top, plan.steps, list(plan.of_source.dropped)
         elif me != plan.source:
             while self._taken < plan.top:
                 finite = self._taken not in plan.of_source.dropped
-                self._catch_up(outer[self._taken % len(self.fragments)], finite=finite)
+                self._catch_up(outer[self._shared.fragment(self._taken)], finite=finite)
         self._bytes_earlier += group.bytes_sent
         group.close()
 
@@ -305,8 +315,9 @@ class ElasticHome(LocalHome):
         one = self.under_way.pop(0)
         before = self.weights.outer(one.fragment).clone()
         self.outer_steps[one.fragment].settle(finite)
-        mix = 0.0 if self._at_the_end or not finite else self._mix
-        self.weights.set(one.fragment, outer, torch.lerp(outer, self.weights.replica(one.fragment), mix))
+        mix = 0.0 if self._at_the_end or not finite or self.fragments[one.fragment].kind else self._mix
+        own = torch.lerp(outer, self.weights.replica(one.fragment), mix) if mix else outer
+        self.weights.set(one.fragment, outer, own)
         self._count(one, before - outer if finite else None)
 
     def _part(self) -> None:
@@ -335,9 +346,10 @@ class ElasticHome(LocalHome):
                 f"this worker is in a job that is at step {self.steps}: load a state at step 0, on workers of a new "
                 "job. A worker that joins gets the job's weights by itself"
             )
+        self._shared.cut_saved(source.counters(), self._timetable)
         self._loaded = loaded = load_worker(source, self._checkpoint, self._momentum, leads=self._relay.leads)
         self.steps, self.under_way, self._resumed_from = loaded.steps, loaded.under_way, loaded.run
-        self._taken = self._timetable.count(self.steps) - len(self.under_way)
+        self._taken = self._shared.count(self._timetable.count(self.steps)) - len(self.under_way)
         self._in_the_job = True
         self._meet(alarm=True)
 

@@ -13,9 +13,9 @@ from thinwire.comm.elastic import MembershipError
 from thinwire.comm.membership import Record
 from thinwire.comm.relay import WorkerGroup
 from thinwire.optim.diloco.checkpoint import ELASTIC, OUTER_MOMENTUM, LocalCheckpoint, SavedPlace
-from thinwire.optim.diloco.fragments import Fragment, Guard
+from thinwire.optim.diloco.fragments import Fragment
 from thinwire.optim.diloco.outer import OuterState, UnderWay
-from thinwire.optim.diloco.outer_weights import KeptMomentum, OuterWeights
+from thinwire.optim.diloco.outer_weights import KeptMomentum, SharedStates
 from thinwire.zero.saved_state import SliceSource
 
 
@@ -111,23 +111,46 @@ class Plan:
         return min((one.steps for one in self.standings if one is not None), default=0)
 
 
+def _hand_over_state(group: WorkerGroup, plan: Plan, me: int, names: Sequence[str], shared: SharedStates) -> None:
+    """Have workers that have nothing share what the source does, with the inner optimizer's state that it has; what is
+    in common of it follows. Collective of the source and of those who lack something."""
+    worker = shared.weights.worker
+    mine = worker.whole_state(names) if me == plan.source and shared.found else {}
+    forms = [[*key, str(one.dtype).removeprefix("torch."), list(one.shape)] for key, one in mine.items()]
+    found, listed = group.gather([shared.found, forms], "share its state")[0]
+    given: dict[str, Tensor] = {}
+    for kind, name, dtype, shape in listed:
+        values = mine[kind, name].cpu() if mine else torch.empty(shape, dtype=getattr(torch, dtype))
+        flat = values.reshape(-1)
+        group.broadcast(flat, inside=False)
+        if group.comm is not None:
+            given[f"{kind}.{name}"] = flat.view(shape)
+    if me != plan.source and plan.standings[me] is None:
+        shared.cut({kind: (numbers, positive) for kind, (numbers, positive) in found.items()})
+        if listed:
+            worker.load(names, dict.fromkeys(kind for kind, *_ in listed), given.__getitem__)
+
+
 def hand_over(
-    group: WorkerGroup, plan: Plan, weights: OuterWeights, momentum: KeptMomentum, guards: Sequence[Guard | None]
+    group: WorkerGroup, plan: Plan, me: int, names: Sequence[str], shared: SharedStates, momentum: KeptMomentum
 ) -> tuple[dict[int, Tensor], list[Tensor]]:
     """The source's outer weights, of the fragments that a worker lacks, and its momentum if one has nothing; what its
-    `guards`, of each fragment, know becomes everybody's. Collective of the source and of those who lack something."""
-    fragments = len(guards)
+    guards know becomes everybody's. Collective of the source and of those who lack something."""
+    if shared.share and None in plan.standings:
+        _hand_over_state(group, plan, me, names, shared)
+    weights, numbers = shared.weights, range(len(shared.outer_steps))
     lacking = [plan.standings[number] for number in plan.lacking]
     one_begins = None in lacking
-    first = plan.top - fragments if one_begins else min((one.taken for one in lacking if one), default=plan.top)
+    lacks = {shared.fragment(number) for one in lacking if one for number in range(one.taken, plan.top)}
     outer: dict[int, Tensor] = {}
-    for fragment in sorted({number % fragments for number in range(first, plan.top)}):
+    for fragment in numbers if one_begins else sorted(lacks):
         outer[fragment] = weights.outer(fragment).clone()
         group.broadcast(outer[fragment])
-    copies = [momentum.of(fragment).clone() for fragment in range(fragments)] if one_begins else []
+    of_weights = [number for number in numbers if not weights.fragments[number].kind]
+    copies = [momentum.of(fragment).clone() for fragment in of_weights] if one_begins else []
     for one in copies:
         group.broadcast(one, inside=False)
-    for guard in filter(None, guards):
+    for guard in filter(None, (one.guard for one in shared.outer_steps)):
         known = guard.known.to(weights.outer(0).device)
         group.broadcast(known)
         guard.known.copy_(known)
@@ -151,7 +174,9 @@ def saved_states(
             continue
         place = slice(state.own.start, min(state.own.stop, fragment.numel))
         numel = max(0, place.stop - place.start)
-        whole = momentum.of(number).clone()
+        whole = (
+            torch.zeros(fragment.numel, device=state.momentum.device) if fragment.kind else momentum.of(number).clone()
+        )
         whole[place] = state.momentum[:numel]
         residual = None
         if state.owner_residual is not None:
@@ -192,7 +217,7 @@ def load_worker(source: SliceSource, take_up: MakeCheckpoint, momentum: KeptMome
         states.append(OuterState(own, owners[0], slice(0, numel), residual, owners[1]))
     steps, _, under_way = take_up(states).load(source)
     for number, fragment in enumerate(form.fragments if leads else ()):
-        values = form.read_flat(source, OUTER_MOMENTUM, fragment)
+        values = None if fragment.kind else form.read_flat(source, OUTER_MOMENTUM, fragment)
         if values is not None:
             momentum.of(number).copy_(values)
     run = f"step {steps}"

@@ -141,8 +141,8 @@ class Timetable:
         return max(0, step - self._offset(fragment) + self.every) // self.every
 
     def count(self, step: int) -> int:
-        """How many times any fragment has left by the end of this step. Number n, from 0 up, is fragment n modulo
-        `fragments`."""
+        """How many times any fragment of weights has left by the end of this step. Number n, from 0 up, is fragment n
+        modulo `fragments`."""
         return sum(self.times(one, step) for one in range(self.fragments))
 
     def _offset(self, fragment: int) -> int:

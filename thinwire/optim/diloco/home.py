@@ -192,9 +192,7 @@ class LocalHome(Home):
     @override
     def load(self, source: SliceSource) -> None:
         self._take_in_all()
-        found = source.counters().get("shared", {})
-        found = {kind: (one["parameters"], one["positive"]) for kind, one in found.items()}
-        self._shared.cut(found)
+        self._shared.cut_saved(source.counters(), self._timetable)
         self.steps, self.met_at, self.under_way = self._checkpoint(self._states()).load(source)
         for one in self.under_way if not self._carries else ():
             one.departed = None
@@ -282,11 +280,11 @@ class LocalHome(Home):
             self.weights.take_over_written()
 
     def _leave_due(self) -> None:
-        due = self._timetable.leaving(self.steps)
-        if due and self._shared.share and not self._shared.found:
-            self._shared.cut(self._shared.agree())
-        for fragment in (*due, *self._shared.leaving(self._timetable, self.steps)):
-            self._leave(fragment)
+        before, after = (self._timetable.count(step) for step in (self.steps - 1, self.steps))
+        if before < after:
+            self._shared.begin()
+        for number in range(self._shared.count(before), self._shared.count(after)):
+            self._leave(self._shared.fragment(number))
 
     def _leave(self, fragment: int) -> None:
         """Send a fragment's outer gradient; all that left before are passed on first, on every rank alike."""

@@ -18,7 +18,7 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks, Nodes, agree_on_nodes, check_same_on_every_rank, on_every_rank
 from thinwire.comm.elastic import Elastic
 from thinwire.comm.launch import join
-from thinwire.compress.codecs import make_codec
+from thinwire.compress.codecs import Codec, make_codec
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.optim.diloco.elastic_home import ElasticHome
 from thinwire.optim.diloco.fragments import Fragment, Guard, Timetable
@@ -44,6 +44,8 @@ from thinwire.optim.options import Backend
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_kind
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
+
+_PLAIN = (int, float, str, tuple, type(None))
 
 
 class DiLoCo(SynchronizedOptimizer):
@@ -288,7 +290,12 @@ class DiLoCo(SynchronizedOptimizer):
         settings: dict[str, Any],
         tokens: float | None,
     ) -> LocalHome:
-        codec = make_codec(settings["codec"], settings["block_size"])
+        codec, positive_codec = make_codec(settings["codec"], settings["block_size"]), make_codec("bf16")
+
+        def codec_of(positive: bool) -> Codec:
+            # Blocks that share a scale would round the small ones of what is only positive, as a variance, to 0.
+            return positive_codec if positive and settings["codec"] != "none" else codec
+
         timetable = Timetable(settings["every"], settings["overlap"], len(cut))
         ranks = 1 if links is None else links.inside.size
         mix, guard, weight = settings["mix"], settings["guard"], float(ranks) if tokens is None else float(tokens) ** 2
@@ -298,15 +305,17 @@ class DiLoCo(SynchronizedOptimizer):
 
         if elastic is not None:
             job = {**settings, "lr": self.outer.lr, "momentum": self.outer.momentum}
+            if share := settings["share"]:  # in this order; and state is averaged only with such as is made alike
+                plain = {name: one for name, one in self.defaults.items() if name != "lr" and isinstance(one, _PLAIN)}
+                job |= {"share": list(share.items()), "inner optimizer": [self._saved_name, plain]}
             membership = enter_elastic_job(elastic, self.comm, job, names, worker.parameters)
-            return ElasticHome(self.comm, membership, worker, names, cut, codec, timetable, self.outer, mix, make_guard)
+            of_job = self.comm, membership, worker, names, cut, codec_of, timetable, self.outer, mix
+            return ElasticHome(*of_job, share, make_guard)
         device, exchange = worker.parameters[0].device, self.comm.duplicate()
 
         def make_step(fragment: Fragment, number: int, positive: bool) -> OuterStep:
-            # Blocks that share a scale would round the small ones of what is only positive, as a variance, to 0.
-            rounded = make_codec("bf16") if positive and settings["codec"] != "none" else codec
             guard = make_guard(fragment.numel)
-            return make_outer_step(exchange, links, fragment, rounded, number, device, guard)
+            return make_outer_step(exchange, links, fragment, codec_of(positive), number, device, guard)
 
         of_all = links, worker, names, cut, timetable, self.outer, mix
         home = LocalHome(self.comm, exchange, *of_all, settings["share"], make_step)

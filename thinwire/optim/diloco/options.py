@@ -35,7 +35,7 @@ def check_options(inner_class: object, given: Mapping[str, Any], elastic: object
     if isinstance(inner_class, type) and issubclass(inner_class, SynchronizedOptimizer):
         raise ValueError(f"{inner_class.__name__} {COMMUNICATES}")
     make_codec(codec, given["block_size"])
-    _check_share(given["share"], elastic)
+    _check_share(given["share"])
     if (touch := given["touch"]) is not None and (
         isinstance(touch, bool) or not isinstance(touch, int | float) or not 0 < touch <= 1 or elastic is not None
     ):
@@ -102,7 +102,7 @@ def _check_follows(every: int, codec: CodecName, elastic: object) -> None:
         )
 
 
-def _check_share(share: object, elastic: object) -> None:
+def _check_share(share: object) -> None:
     if not isinstance(share, dict) or not all(isinstance(kind, str) and kind for kind in share):
         raise TypeError(
             'share must say of kinds of the inner optimizer\'s state how often, as {"exp_avg": 1, "exp_avg_sq": 6}, '
@@ -110,10 +110,6 @@ def _check_share(share: object, elastic: object) -> None:
         )
     for kind, times in share.items():
         check_count(f"share[{kind!r}]", times)
-    if share and elastic is not None:
-        raise ValueError(
-            "share does not go with elastic: a worker that joins would lack the shared state. Leave one out"
-        )
 
 
 def cut_trained(parameters: Sequence[Tensor], names: Sequence[str], fragments: int | Literal["auto"]) -> list[Fragment]:

@@ -5,6 +5,7 @@ outer momentum kept whole by every worker, so that no owner takes any along when
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.comm.relay import WorkerGroup
 from thinwire.optim.diloco.fragments import Fragment, OuterSettings, Piece, Timetable
 from thinwire.optim.diloco.outer import OuterState, OuterStep, WeightPair
 from thinwire.optim.diloco.worker import Worker
@@ -161,7 +163,7 @@ class OuterWeights:
 
 
 class KeptMomentum:
-    """fp32 momentum by fragment, [elements]: exact where this worker is the owner, else what outer steps tell of it.
+    """fp32 momentum by fragment of weights, [elements]: exact where this worker owns it, else what outer steps tell.
 
     An owner sends u = η (a + μ v) with v = μ v' + a (see OuterStep), so that v = (u / η + μ v') / (1 + μ). What the
     codec loses of u fades by a factor of μ / (1 + μ) with each outer step.
@@ -171,8 +173,8 @@ class KeptMomentum:
         self._values = [torch.zeros(numel, device=device) for numel in numels]
 
     def of(self, fragment: int) -> Tensor:
-        """A fragment's, to be read and written."""
-        return self._values[fragment]
+        """A fragment's, to be read and written; of state, which is averaged, no element."""
+        return self._values[fragment] if fragment < len(self._values) else self._values[0][:0]
 
     @property
     def nbytes(self) -> int:
@@ -192,7 +194,7 @@ class KeptMomentum:
 
         The residual of what this worker sends stays; of what it owns, where it owned it before.
         """
-        own = self._values[fragment][after.own]
+        own = self.of(fragment)[after.own]
         after.momentum[: own.numel()].copy_(own)
         if not with_residuals:
             return
@@ -216,7 +218,9 @@ class SharedStates:
     `outer_steps`: all, those of state behind those of weights. `found`: by kind the numbers of the parameters that have
     it, on all workers, and whether none of its values is below 0; empty until the workers have agreed. `make_step`: of
     a fragment, its number and whether nothing is negative. `places`: of each fragment of state, which fragment of
-    weights it belongs to.
+    weights it belongs to. `group`: of workers that come and go, each of all the ranks of `comm`.
+
+    Outer steps are numbered over a run: one of weights, then those of its state that are due with it.
     """
 
     share: Mapping[str, int]
@@ -227,6 +231,22 @@ class SharedStates:
     make_step: Callable[[Fragment, int, bool], OuterStep]
     found: dict[str, tuple[list[int], bool]] = field(default_factory=dict)
     places: list[int] = field(default_factory=list)
+    group: WorkerGroup | None = None
+
+    def begin(self) -> None:
+        """Agree, and cut what was found, unless that is done. Collective."""
+        if self.share and not self.found:
+            self.cut(self.agree())
+
+    def cut_saved(self, counters: Mapping[str, Any], timetable: Timetable) -> None:
+        """Cut what a run has saved that it shared. Raises ValueError where elastic workers would begin in mid-run."""
+        saved = counters.get("shared", {})
+        if self.group is not None and timetable.count(counters["step"]) and not set(self.share) <= set(saved):
+            raise ValueError(
+                f"share is {self.share} here, and the job that saved this state shared {sorted(saved) or 'none'}: pass "
+                "what it shared, or begin a new job with its weights"
+            )
+        self.cut({kind: (one["parameters"], one["positive"]) for kind, one in saved.items()})
 
     def cut(self, found: Mapping[str, tuple[list[int], bool]]) -> None:
         """Put fragments of the state that was `found`, with nothing in common yet, and their outer steps behind those
@@ -251,10 +271,15 @@ class SharedStates:
                 if whole and kind in self.share and bool((self.weights.worker.own_state(number, kind) < 0).any()):
                     mine["negative"].append(kind)
         said = [json.loads(one) for one in self.comm.all_gather_bytes(json.dumps(mine).encode(), "share its state")]
+        worker_of = self.worker_of
+        if self.group is not None:
+            everyone = self.group.gather(said, "share its state")
+            worker_of = [number for number, ranks in enumerate(everyone) for _ in ranks]
+            said = [one for ranks in everyone for one in ranks]
         found = {}
         for kind in self.share:
             workers: dict[int, set[int]] = {}
-            for worker, one in zip(self.worker_of, said, strict=True):
+            for worker, one in zip(worker_of, said, strict=True):
                 workers.setdefault(worker, set()).update(one["has"].get(kind, ()))
             if any(kind in one["lacks"] for one in said):
                 raise ValueError(
@@ -288,14 +313,29 @@ class SharedStates:
                     self.places.append(place)
         return made
 
-    def leaving(self, timetable: Timetable, step: int) -> list[int]:
-        """Which fragments of state leave after this step, behind their weights."""
-        due, made = timetable.leaving(step), self.weights.fragments[timetable.fragments :]
-        return [
-            number
-            for number, (fragment, place) in enumerate(zip(made, self.places, strict=True), timetable.fragments)
-            if place in due and timetable.times(place, step) % self.share[fragment.kind] == 0
-        ]
+    def count(self, of_weights: int) -> int:
+        """Outer steps in all, of which so many are of weights."""
+        return of_weights + sum(self._times(place, of_weights) // every for _, place, every in self._of_states())
+
+    def fragment(self, number: int) -> int:
+        """Of which fragment an outer step is, by its number."""
+        last = bisect_right(range(number + 1), number, key=self.count) - 1
+        own = last % self._of_weights
+        times = self._times(own, last + 1)
+        due = [one for one, place, every in self._of_states() if place == own and times % every == 0]
+        return [own, *due][number - self.count(last)]
+
+    @property
+    def _of_weights(self) -> int:
+        return len(self.weights.fragments) - len(self.places)
+
+    def _times(self, place: int, of_weights: int) -> int:
+        return (of_weights - place + self._of_weights - 1) // self._of_weights
+
+    def _of_states(self) -> Iterator[tuple[int, int, int]]:
+        """Of each fragment of state its number, whose state it is, and after how many of that one's outer steps."""
+        for number, place in enumerate(self.places, self._of_weights):
+            yield number, place, self.share[self.weights.fragments[number].kind]
 
     def least(self, fragment: Fragment) -> float | None:
         """Below which no value of a fragment of state may come."""

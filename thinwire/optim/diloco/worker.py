@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -24,10 +25,13 @@ from thinwire.zero.home import (
     local_values,
     whole_values,
 )
+from thinwire.zero.saved_state import AVERAGE_RESIDUAL
 
 # What a key says of a value besides its kind: a plain number, or where in the parameter a slice begins.
 _NUMBER = "[number]"
 _START = "[start]"
+# Of slices, what is no state of the inner optimizer.
+_NO_STATE = ("weight", "master", AVERAGE_RESIDUAL)
 
 
 class Worker:
@@ -124,6 +128,10 @@ class Worker:
             for kind, value in self.optimizer.state.get(parameter, {}).items()
             if value is not None
         }
+
+    def whole_state(self, names: Sequence[str]) -> dict[tuple[str, str], Tensor]:
+        """What `saved` gives of all ranks of the worker, to be loaded by one of any other. Collective inside a node."""
+        return self.saved(names)
 
     def load(self, names: Sequence[str], kinds: Iterable[str], read: Callable[[str], Tensor]) -> None:
         """Take over what `saved` gave; `read` takes "kind.name", and raises KeyError where there is none. Weights stay
@@ -266,6 +274,21 @@ class NodeWorker(Worker):
                 found[one.kind, one.name] = one.tensor
                 found[f"{one.kind}{_START}", one.name] = torch.tensor(one.start)
         return found
+
+    @override
+    def whole_state(self, names: Sequence[str]) -> dict[tuple[str, str], Tensor]:
+        mine = {(one.kind, one.name): one for one in self.optimizer.saved_slices() if one.kind not in _NO_STATE}
+        ends = [[*key, one.start + one.tensor.numel()] for key, one in mine.items()]
+        ranks = self._inside.all_gather_bytes(json.dumps(ends).encode(), "gather its state")
+        found: dict[tuple[str, str], Tensor] = {}
+        for kind, name, end in sorted(one for ends in map(json.loads, ranks) for one in ends):
+            found[kind, name] = torch.zeros(end, device=self.parameters[0].device)
+        for key, whole in found.items():
+            if key in mine:
+                own = mine[key]
+                whole[own.start : own.start + own.tensor.numel()].copy_(own.tensor)
+            self._inside.all_reduce(whole)
+        return found | {(f"{kind}{_START}", name): torch.tensor(0) for kind, name in found}
 
     @override
     def load(self, names: Sequence[str], kinds: Iterable[str], read: Callable[[str], Tensor]) -> None:
