@@ -26,7 +26,6 @@ from thinwire.optim.algorithm import Algorithm
 from thinwire.optim.elastic_job import StepPhase, positions
 from thinwire.optim.replicated.elastic_buckets import Arrival
 from thinwire.optim.replicated.elastic_workers import ElasticWorkers
-from thinwire.optim.replicated.joining import Told
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.saved_state import SavedSlice, SliceSource, read_state, state_slices
 
@@ -222,6 +221,7 @@ class ShardedWorkers(ElasticWorkers):
         elif lost := set(every) - set().union(*holds):
             self.membership.leave()
             raise MembershipError(self._why_lost(lost))
+        self._shares.mine = set(holds[generation.index])
         super()._join(generation)
         self._is_divided = False
         self._holds, self._settled_elsewhere = holds, max((one.settled for one in said if one is not None), default=-1)
@@ -270,11 +270,6 @@ class ShardedWorkers(ElasticWorkers):
     @override
     def _look_on(self) -> None:
         """Join at a meeting: steps cannot be followed without state."""
-
-    @override
-    def _be_as(self, told: Told) -> None:
-        super()._be_as(told)
-        self._shares.mine = set()
 
     @override
     def own_slices(self) -> list[SavedSlice]:
