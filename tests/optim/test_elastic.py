@@ -16,23 +16,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import thinwire
-from tests.optim.diloco.tower import SETTINGS, Tower, flat, loss_of, meeting, together
+from tests.optim.diloco.tower import SETTINGS, Tower, flat, loss_of, meeting, quick, together
 from tests.refusing import refused
-from thinwire.comm import CommunicationError, Communicator, MembershipError, communicator, elastic, threads
+from thinwire.comm import CommunicationError, Communicator, MembershipError, threads
 from thinwire.optim.replicated.elastic_shards import divide
 from thinwire.optim.replicated.elastic_workers import ElasticWorkers
 from thinwire.zero.placement import Averaging
 
-__all__ = ["meeting"]
+__all__ = ["meeting", "quick"]
 
 _JOBS = count()
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look for deaths and alarms more often than between machines."""
-    monkeypatch.setattr(elastic, "_INTERVAL", 0.05)
-    monkeypatch.setattr(communicator, "_ALARM_INTERVAL", 0.02)
 
 
 def exact(inner: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -560,6 +553,12 @@ def test_what_elastic_workers_of_a_sharded_optimizer_cannot_have_is_refused_at_o
     given = {"stage": 0, "elastic": SETTINGS} | options
     with pytest.raises(ValueError, match=re.escape(message)):
         thinwire.ShardedOptimizer(Tower().parameters(), inner, **given)
+
+
+def test_1_bit_muon_names_what_takes_elastic_workers() -> None:
+    given: Any = SETTINGS
+    with pytest.raises(ValueError, match=r'use thinwire.ShardedOptimizer\(.*Muon, stage=0, codec="int4", elastic='):
+        thinwire.OneBitMuon(Tower().named_parameters(), elastic=given)
 
 
 def test_a_sampler_is_refused_where_it_could_not_deal() -> None:

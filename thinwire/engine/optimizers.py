@@ -108,7 +108,6 @@ class OptimizerBuilder:
             "offload": _disk(config.zero_optimization) or offload.device == "cpu",
             "pin_memory": offload.pin_memory,
         }
-        optimizer: SynchronizedOptimizer
         if isinstance(what, LocalUpdates | OptimizerEntry):
             comm = communicator_of(options.pop("comm_backend_name", None), self.comm, self.device)
             options |= {"comm": comm, **self._common_options(comm), **clipping}
@@ -119,15 +118,16 @@ class OptimizerBuilder:
             return DiLoCo(recipe.parameters, what.inner, **options, **what.inner_options)
         if isinstance(what, OptimizerEntry):
             options |= {"resync_interval": config.thinwire.resync_interval, **(offloading if what.offloads else {})}
-            if recipe.elastic and options.pop("comm").size > 1:
-                raise ValueError(f"an elastic worker of {what.name} is one process: start each by itself")
-            optimizer = what.load()(recipe.parameters, **options)
+            make: Any = what.load()
         elif config.zero_optimization.stage == 3:
             return self._build_stage_3(recipe, what)
         else:
             options |= {"comm": self.comm, **self._common_options(self.comm), **clipping, **offloading}
             options["codec"] = config.communication_codec
-            optimizer = ShardedOptimizer(recipe.parameters, what, **options)
+            make = partial(ShardedOptimizer, optimizer_class=what)
+        if recipe.elastic and options.pop("comm").size > 1:
+            raise ValueError("an elastic worker is one process: start each by itself")
+        optimizer: SynchronizedOptimizer = make(recipe.parameters, **options)
         if config.zero_optimization.overlap_comm:
             optimizer.gather_during_forward(self.model)
         return optimizer

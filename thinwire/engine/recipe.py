@@ -51,7 +51,7 @@ class Recipe:
     @property
     def elastic(self) -> bool:
         """Whether workers come and go."""
-        return isinstance(self.optimizer, LocalUpdates | OptimizerEntry) and self.options.get("elastic") is not None
+        return self.options.get("elastic") is not None
 
     def over(self, moved: Mapping[int, Tensor]) -> Recipe:
         """The same of the parameters in `moved`, by the ids of those in whose place they are; of others nothing is
@@ -103,7 +103,7 @@ def find_recipe(
 
 def _uncompressed(section: OptimizerConfig, model: nn.Module) -> tuple[OptimizerClass, dict[str, Any]]:
     """The class that a section names, one that sends gradients exactly, and its options."""
-    options = dict(section.params)
+    options = {name: value for name, value in section.params.items() if (name, value) != ("elastic", None)}
     if section.type == "Muon":
         mark_matrices(model.named_parameters(), model)
     if section.type in UNCORRECTED and not options.pop("bias_correction", True):
@@ -197,6 +197,9 @@ def make_schedule(
 
     Raises ValueError or TypeError where the schedule does not fit, or a variance would be frozen before it is warm.
     """
+    if getattr(optimizer, "comes_and_goes", False) and (given is not None or config.scheduler is not None):
+        for group in optimizer.param_groups:  # a worker that joins has the rates of the others' schedules
+            group["lr"] = group.get("initial_lr", group["lr"])
     schedule = _find_schedule(given, optimizer, config)
     if isinstance(optimizer, CompressedOptimizer):
         optimizer.check_schedule(schedule, total_steps(config))

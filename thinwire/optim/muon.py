@@ -247,7 +247,7 @@ class OneBitMuon(ShardedOptimizer):
         adjust_lr_fn, ns_steps, ns_dtype, betas, eps, muon_lr, adam_lr: as in `thinwire.optim.Muon`.
         resync_interval: steps between two comparisons of all replicas.
         stage: 0, 1 or 2.
-        comm_backend_name: as in OneBitAdam, and all others as in ShardedOptimizer.
+        comm_backend_name: as in OneBitAdam, and all others as in ShardedOptimizer, but no elastic.
 
     Raises ValueError or TypeError, on every rank, for parameters or options that cannot work.
     """
@@ -284,6 +284,7 @@ class OneBitMuon(ShardedOptimizer):
         nodes: Nodes = "auto",
         resync_interval: int = 100,
         averaging: Averaging = PLAIN_AVERAGING,
+        elastic: None = None,
     ) -> None:
         comm = join(comm, mesh, comm_backend_name)
         named = None if named_parameters is None else list(named_parameters)
@@ -293,7 +294,7 @@ class OneBitMuon(ShardedOptimizer):
         rest = {"betas": betas, "eps": eps, "low_rank": low_rank}
         sent = {"nodes": nodes, "resync_interval": resync_interval, "offload": offload, "pin_memory": pin_memory}
         super().__init__(
-            _checked(params, warn=comm.rank == 0),
+            _checked(params, elastic, warn=comm.rank == 0),
             Muon,
             stage=stage or 1,
             comm=comm,
@@ -342,8 +343,13 @@ def _both(codec: Any) -> Any:
     return (codec, codec) if isinstance(codec, str) else codec
 
 
-def _checked(params: ParamsT, warn: bool) -> list[dict[str, Any]]:
+def _checked(params: ParamsT, elastic: object, warn: bool) -> list[dict[str, Any]]:
     """The groups of `params`, with a warning if matrices are told from embeddings by their dimensions alone."""
+    if elastic is not None:
+        raise ValueError(
+            "OneBitMuon takes no elastic=, as each matrix's momentum lies on one worker alone: use "
+            'thinwire.ShardedOptimizer(params, thinwire.optim.Muon, stage=0, codec="int4", elastic=...)'
+        )
     groups = groups_of(params)
     told = ("param_names" in group or "use_muon" in group for group in groups)
     held = [one for group, known in zip(groups, told, strict=True) if not known for one in group["params"]]

@@ -165,6 +165,7 @@ class OneBitMuonOptions(OptionModel):
     adam_lr: NotNegative | None = None
     block_size: BlockSize = 2048
     comm_backend_name: Backend = unset()
+    elastic: Literal[None] = only(None, 'use "Muon" with "communication_codec", as "int4", which takes it')
 
 
 OPTIONS: Mapping[str, type[OptionModel]] = {

@@ -151,6 +151,12 @@ class ShardedOptimizer(SynchronizedOptimizer):
         self._move_in(home, averaging.times_mean(self.comm.size))
 
     @property
+    def workers(self) -> int:
+        """How many ranks average gradients; of an elastic job, since the last step."""
+        elastic: Any = getattr(self._home, "workers", None)
+        return self.comm.size if elastic is None else int(elastic.comm.size)
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer that steps what this rank keeps of the first bucket of which it keeps anything; its
         parameters are views of master weights, one-dimensional. Where it keeps nothing, one without parameters.

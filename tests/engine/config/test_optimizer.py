@@ -52,11 +52,12 @@ def test_every_class_of_torch_is_accepted_or_refused_with_a_reason(kind: str) ->
 
 @pytest.mark.parametrize("kind", [*OPTIMIZERS, *SCHEDULES])
 def test_a_model_has_the_parameters_of_its_class_with_their_defaults(kind: str) -> None:
-    """Those that a file can hold; `bias_correction` of Adam's family is ours, and so are two defaults."""
+    """Those that a file can hold; `elastic`, `bias_correction` of Adam's family and two defaults are ours."""
     known = OPTIMIZERS.get(kind) or SCHEDULES[kind]
     build = uncompressed_class(kind) if kind in OPTIMIZERS else schedule_names()[kind]
     taken = dict(inspect.signature(build).parameters)
     ours = {"bias_correction"} if kind in ("Adam", "AdamW") else set()
+    ours |= {"elastic"} if kind in OPTIMIZERS else set()
     another = {"Adam": {"decoupled_weight_decay"}, "AdamW": {"weight_decay"}}.get(kind, set())
     fields = known.model_fields
     assert fields.keys() - ours - {"last_epoch"} == taken.keys() - {"params", "optimizer", "last_epoch"}
@@ -270,6 +271,45 @@ def test_local_updates_hold_the_section_of_their_inner_optimizer() -> None:
     assert load_config(config.describe(), 1) == config
 
 
-def test_elastic_workers_of_1_bit_optimizers_are_checked() -> None:
-    message = refusal("optimizer", "OneBitAdam", elastic={"workers": 2, "min_workers": 3})
+ZERO = "zero_optimization"
+BESIDE_ELASTIC: list[tuple[str, dict[str, Any], str]] = [
+    ("OneBitAdam", {ZERO: {"stage": 1}}, 'elastic" goes with "zero_optimization.stage" 0, got 1'),
+    ("AdamW", {ZERO: {"stage": 2}}, 'stage" 0, or 1 in fp32 and without "communication_codec", got 2'),
+    ("AdamW", {ZERO: {"stage": 3}}, "got 3"),
+    ("AdamW", {ZERO: {"stage": 1}, "communication_codec": "int4"}, 'got 1 and "communication_codec"'),
+    ("AdamW", {ZERO: {"stage": 1}, "bf16": {"enabled": True}}, 'got 1 and "bf16"'),
+    ("AdamW", {"fp16": {"enabled": True}}, '"fp16" does not go with "optimizer.params.elastic"'),
+    ("OneBitAdam", {"fp16": {"enabled": True}}, '"fp16" does not go'),
+    (
+        "AdamW",
+        {ZERO: {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+        '"zero_optimization.offload_optimizer" does',
+    ),
+    (
+        "SGD",
+        {ZERO: {"stage": 1, "ignore_unused_parameters": False}},
+        '"zero_optimization.ignore_unused_parameters" does',
+    ),
+    ("Muon", {"progressive_layer_drop": {"enabled": True}}, '"progressive_layer_drop" does not go'),
+    ("Lamb", {"pipeline": {"stages": 2}}, '"pipeline.stages" does not go'),
+    ("Lion", {"tensor_parallel": {"autotp_size": 2}}, '"tensor_parallel.autotp_size" does not go'),
+    ("AdamW", {"prescale_gradients": True}, '"prescale_gradients" does not go'),
+    ("AdamW", {"gradient_predivide_factor": 2.0}, '"gradient_predivide_factor" does not go'),
+    ("OneBitLion", {"gradient_allreduce_op": "sum"}, '"gradient_allreduce_op" does not go'),
+    ("AdamW", {"comms_logger": {"enabled": True}}, '"comms_logger" does not go'),
+    ("OneBitMuon", {}, 'elastic" can only be null, got {"workers": 2}: use "Muon" with "communication_codec"'),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), BESIDE_ELASTIC)
+def test_what_elastic_workers_cannot_have_is_told_with_its_key(kind: str, changes: Any, message: str) -> None:
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": kind, "params": {"elastic": {"workers": 2}}}}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(config | changes, 2)
+
+
+@pytest.mark.parametrize("kind", ["OneBitAdam", "AdamW"])
+def test_elastic_workers_are_checked(kind: str) -> None:
+    message = refusal("optimizer", kind, elastic={"workers": 2, "min_workers": 3})
     assert '"optimizer.params.elastic" cannot work: min_workers=3 is more than workers=2' in message
+    assert initialize(model=torch.nn.Linear(2, 2), config=load("optimizer", kind, elastic=None))

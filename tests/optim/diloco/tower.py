@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 import thinwire
-from thinwire.comm import Communicator, Elastic
+from thinwire.comm import Communicator, Elastic, communicator, elastic
 from thinwire.optim import elastic_job
 from thinwire.optim.diloco.elastic_home import ElasticHome
 from thinwire.optim.diloco.fragments import Fragment
@@ -372,6 +372,13 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A meeting place for this test, in place of one that a process serves."""
     store = HashStore()
     monkeypatch.setattr(elastic_job, "reach", lambda settings: (store, "here"))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for deaths and alarms more often than between machines."""
+    monkeypatch.setattr(elastic, "_INTERVAL", 0.05)
+    monkeypatch.setattr(communicator, "_ALARM_INTERVAL", 0.02)
 
 
 def make_elastic(model: Tower, **options: Any) -> tuple[thinwire.DiLoCo, ElasticHome]:

@@ -88,13 +88,15 @@ def _arguments(
     owner: type[Any], base: type[OptionModel], defaults: Mapping[str, Any] | None = None, **kinds: Any
 ) -> type[OptionModel]:
     """A model of the arguments of a class whose names say what they may be, or `kinds` do, with its own defaults, where
-    `defaults` has none. Where it has another than the class, that is handed on."""
+    `defaults` has none. Where it has another than the class, that is handed on. An optimizer's takes `elastic` too."""
     own = {name: one.default for name, one in inspect.signature(owner).parameters.items()} | dict(defaults or {})
     fields: Any = {
         name: (kind, ... if default is inspect.Parameter.empty else default)
         for name, default in own.items()
         if (kind := kinds.get(name, _KINDS.get(name))) is not None
     }
+    if issubclass(owner, torch.optim.Optimizer):
+        fields["elastic"] = ElasticOptions | None, None
     made = create_model(f"{owner.__name__}Options", __base__=base, **fields)
     parameters = inspect.signature(owner).parameters
     made.always = tuple(name for name in defaults or () if name in parameters and parameters[name].default != own[name])

@@ -76,6 +76,8 @@ def _idle_keys(config: EngineConfig) -> Iterator[tuple[str, str]]:
         yield "zero_optimization.overlap_comm", "a pipeline's stages wait for their weights before a step begins"
     elif zero.overlap_comm and (is_local_updates(name) or name in _LOCAL_STEPS):
         yield "zero_optimization.overlap_comm", f"the steps of {name} gather no weights"
+    elif zero.overlap_comm and config.optimizer is not None and config.optimizer.params.get("elastic") is not None:
+        yield "zero_optimization.overlap_comm", "elastic workers have all new weights before a step ends"
     if not zero.ignore_unused_parameters and zero.stage not in (1, 2):
         why = f"at stage {zero.stage} parameters without a gradient are left alone"
         yield "zero_optimization.ignore_unused_parameters", why
@@ -157,6 +159,8 @@ def _disk(config: EngineConfig) -> Iterator[str]:
 def _own_optimizer(config: EngineConfig) -> Iterator[str]:
     """What goes with some optimizers of ours only, by the registry."""
     name = config.optimizer.type if config.optimizer is not None else None
+    if config.optimizer is not None and config.optimizer.params.get("elastic") and not is_local_updates(name):
+        yield from _against_elastic(name not in registry.NAMES, config)
     if name in registry.NAMES:
         yield from _against(registry.entry(name), config)
         return
@@ -221,6 +225,40 @@ def _against_local_updates(config: EngineConfig) -> Iterator[str]:
         refused["progressive_layer_drop"] = "as ranks cannot agree on the layers they drop in a step that sends nothing"
     for path, why in refused.items():
         yield f'"{path}" does not go with {LOCAL_UPDATES}, {why}: delete it'
+
+
+def _against_elastic(exact: bool, config: EngineConfig) -> Iterator[str]:
+    """What workers that come and go, of an `exact` optimizer or a 1-bit one, have against the rest."""
+    zero, elastic = config.zero_optimization, '"optimizer.params.elastic"'
+    beside = {"bf16": config.bf16.enabled, "communication_codec": config.communication_codec is not None}
+    if zero.stage > (exact and not any(beside.values())):
+        also = ', or 1 in fp32 and without "communication_codec"' if exact else ""
+        got = " and ".join([str(zero.stage), *(f'"{key}"' for key, there in beside.items() if there and exact)])
+        yield f'{elastic} goes with "zero_optimization.stage" 0{also}, got {got}'
+    alone, means = "a worker is one process", "gradients are means over the workers that are there"
+    refused = (
+        ("fp16", config.fp16.enabled, 'workers have no loss scale in common, which "bf16" does without'),
+        (
+            "zero_optimization.offload_optimizer",
+            exact and zero.offload_optimizer.device != "none",
+            "workers use all of their state at every step",
+        ),
+        (
+            "zero_optimization.ignore_unused_parameters",
+            zero.stage > 0 and not zero.ignore_unused_parameters,
+            "workers would have to ask each other at every step",
+        ),
+        ("progressive_layer_drop", config.progressive_layer_drop.enabled, "workers cannot agree on layers"),
+        ("pipeline.stages", config.pipeline.stages > 1, alone),
+        ("tensor_parallel.autotp_size", config.tensor_parallel.autotp_size > 1, alone),
+        ("prescale_gradients", config.prescale_gradients, means),
+        ("gradient_predivide_factor", config.gradient_predivide_factor != 1.0, means),
+        ("gradient_allreduce_op", config.gradient_allreduce_op == "sum", means),
+        ("comms_logger", config.comms_logger.enabled, "it does not see what workers send each other"),
+    )
+    for path, there, why in refused:
+        if there:
+            yield f'"{path}" does not go with {elastic}, as {why}: delete one'
 
 
 def _codec(config: EngineConfig) -> Iterator[str]:
