@@ -31,6 +31,7 @@ HARNESSES = {
     "drift": Harness("training.drift", 5000, 20),
     "kills": Harness("kills.run", 40, 0),
     "launched": Harness("launched.run", 40, 0),
+    "meshes": Harness("meshes.run", 24, 0),
     "edits": Harness("edits.run", 2000, 8),
     "threads": Harness("turns.threads", 150, 0),
     "interrupts": Harness("turns.interrupts", 220, 6),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.chaos import HARNESSES, configs, elastic, forks, heal, kills, launched, run
+from tests.chaos import HARNESSES, configs, elastic, forks, heal, kills, launched, meshes, run
 from tests.chaos.harness import Outcome
 from tests.launching import Jobs
 
@@ -33,6 +33,11 @@ def test_surviving_nodes_end_together_and_a_node_joins(jobs: Jobs) -> None:
 def test_synchronous_workers_go_on_without_one_and_with_another(jobs: Jobs) -> None:
     """The first of four dies once it has all of a frozen step, after one has joined."""
     check(heal.run(1, seed=36, python=jobs.python), 1)
+
+
+@pytest.mark.programs
+def test_ranks_of_a_mesh_of_which_one_is_stopped(jobs: Jobs) -> None:
+    assert meshes.faults(meshes.Trial("pp dp", "stopped", 3, 9), jobs.python) == []
 
 
 @pytest.mark.launch

@@ -93,11 +93,13 @@ def ended(comm: Communicator) -> None:
 
 
 @pytest.mark.usefixtures("_no_launcher")
-def test_a_process_on_its_own_with_a_process_group(capfd):
+def test_a_process_on_its_own_with_a_process_group(monkeypatch, capfd):
+    monkeypatch.setattr(Communicator, "usual_timeout", 300.0)
     comm = init(backend="gloo", timeout=7.0)
-    found = init(timeout=8.0)
-    assert isinstance(found, TorchCommunicator)
-    assert [(one.backend, one.size, one.timeout) for one in (comm, found)] == [("gloo", 1, 7.0), ("gloo", 1, 8.0)]
+    found = [init(), Communicator.of(dist.group.WORLD), init(timeout=8.0), init(), threads.single(30.0)]
+    assert isinstance(found[0], TorchCommunicator)
+    assert [one.timeout for one in (comm, *found)] == [7.0, 7.0, 7.0, 8.0, 8.0, 30.0]
+    assert all((one.backend, one.size) == ("gloo", 1) for one in (comm, *found[:-1]))
     ended(comm)
     assert capfd.readouterr().err.count("backend gloo") == 1
 

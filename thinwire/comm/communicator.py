@@ -11,6 +11,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import ClassVar
 from weakref import WeakSet
 
 import torch
@@ -65,9 +66,13 @@ class Communicator(ABC):
     ``global_ranks``: of each rank, the one that it has in the whole job, by which errors call it.
     """
 
+    usual_timeout: ClassVar[float] = 300.0
+    """Of those that are made without one: what `init` was given last."""
+
     _transport_errors: tuple[type[Exception], ...] = ()
 
-    def __init__(self, rank: int, size: int, backend: str, timeout: float) -> None:
+    def __init__(self, rank: int, size: int, backend: str, timeout: float | None) -> None:
+        timeout = self.usual_timeout if timeout is None else timeout
         check_timeout(timeout)
         self.rank, self.size = rank, size
         self.backend = backend
@@ -81,9 +86,10 @@ class Communicator(ABC):
         _LIVING.add(self)
 
     @staticmethod
-    def of(group: object, timeout: float = 300.0) -> Communicator:
+    def of(group: object, timeout: float | None = None) -> Communicator:
         """Make one of the ranks of a torch process group or one-dimensional DeviceMesh, or of an mpi4py communicator,
-        by all of these ranks and no others. Raises TypeError or ValueError for what is none, or not this process's."""
+        by all of these ranks and no others; `timeout`: None is that of `init`. Raises TypeError or ValueError for what
+        is none, or not this process's."""
         made: Communicator = provided("communicators of groups").communicator_of(group, timeout)
         return made
 

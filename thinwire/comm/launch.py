@@ -128,21 +128,22 @@ def count_hosts(comm: Communicator, *, thinwire: str, torch: str) -> int:
 Backend = Literal["gloo", "nccl", "mpi"]
 
 
-def init(backend: Backend | None = None, timeout: float = 300.0, quiet: bool = False) -> Communicator:
+def init(backend: Backend | None = None, timeout: float | None = None, quiet: bool = False) -> Communicator:
     """Join the job and return the communicator of all its ranks. Collective; calling it again is fine.
 
     Recognised, in this order: a thread of ``threads.run``, an initialised torch.distributed, torchrun,
     mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), srun, a process on its own. ``backend`` None chooses MPI
     under mpirun when mpi4py and its MPI are there, else NCCL when every rank has a GPU, else Gloo. With NCCL or MPI
-    the rank's GPU becomes the current one. ``timeout`` in seconds is for each collective; in
-    ``threads.run`` that of the run holds. Rank 0 says on stderr what was found, and optimizers what they save,
-    unless ``quiet``.
+    the rank's GPU becomes the current one. ``timeout`` in seconds is for each collective of
+    this communicator and of those that are made later without one, 300 unless ever given; in ``threads.run`` that of
+    the run holds. Rank 0 says on stderr what was found, and optimizers what they save, unless ``quiet``.
 
     Raises ``ValueError`` for a backend that cannot work here, ``ImportError`` for MPI where there is none, and
     ``RuntimeError`` when the launcher's and the library's idea of the job differ, or ranks run different versions of
     thinwire.
     """
-    check_timeout(timeout)
+    if timeout is not None:
+        check_timeout(timeout)
     if backend is not None and backend not in get_args(Backend):
         raise ValueError(
             f"unknown backend {backend!r}, expected one of {', '.join(get_args(Backend))}; ranks in threads "
@@ -153,6 +154,13 @@ def init(backend: Backend | None = None, timeout: float = 300.0, quiet: bool = F
         if backend is not None:
             raise ValueError(f"backend {backend!r} asked for inside threads.run, where ranks are threads")
         return thread
+    if timeout is not None:
+        Communicator.usual_timeout = timeout
+    return join_job(backend, Communicator.usual_timeout, quiet)
+
+
+def join_job(backend: Backend | None, timeout: float, quiet: bool) -> Communicator:
+    """As `init`, of a process, with a timeout of this communicator alone."""
     launch = detect(os.environ)
     communicator = _join(launch, backend, timeout)
     hosts = count_hosts(communicator, thinwire=__version__, torch=torch.__version__)
@@ -163,7 +171,7 @@ def init(backend: Backend | None = None, timeout: float = 300.0, quiet: bool = F
     return communicator
 
 
-def communicator_of(group: Any, timeout: float = 300.0) -> Communicator:
+def communicator_of(group: Any, timeout: float | None = None) -> Communicator:
     """Make the communicator of a group, as `Communicator.of`, which says what it takes and raises."""
     if isinstance(group, dist.ProcessGroup | DeviceMesh):
         return TorchCommunicator(group, timeout)

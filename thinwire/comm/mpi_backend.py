@@ -67,7 +67,7 @@ class MPICommunicator(Communicator):
     def __init__(
         self,
         comm: MPI.Intracomm | None = None,
-        timeout: float = 300.0,
+        timeout: float | None = None,
         *,
         cuda_aware: bool | None = None,
         progress: bool | Progress | None = None,

@@ -111,7 +111,7 @@ class TorchCommunicator(Communicator):
     def __init__(
         self,
         group: dist.ProcessGroup | DeviceMesh | None = None,
-        timeout: float = 300.0,
+        timeout: float | None = None,
         *,
         _wiring: Wiring | None = None,
     ) -> None:
@@ -172,7 +172,9 @@ class TorchCommunicator(Communicator):
 
     def attend(self) -> None:
         """Have this process answer for its rank while it lives, as ranks do that wait in transfers which torch started:
-        errors then tell which ranks of the job are lost. Every rank that will enter `transfers` calls it."""
+        errors then tell which ranks of the job are lost, and no transfer takes for longer than this communicator's do.
+        Every rank that will enter `transfers` calls it."""
+        dist.distributed_c10d._set_pg_timeout(group_timeout(self.timeout), self._group)
         self._attendance = attend(self._wiring.store, dist.get_rank(), dist.get_world_size())
 
     @contextmanager

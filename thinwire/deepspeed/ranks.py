@@ -17,6 +17,7 @@ from torch.distributed import ReduceOp
 
 from thinwire import comm as communication
 from thinwire.comm import Communicator, LoggedCommunicator, threads
+from thinwire.comm.launch import join_job
 from thinwire.deepspeed.errors import DeepSpeedUsageError
 
 _counted = threading.local()  # of each rank, where ranks are threads
@@ -56,7 +57,9 @@ def init_distributed(
     if init_method is not None:
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
     else:
-        communication.init(backend, timeout=limit.total_seconds(), quiet=not verbose)  # type: ignore[arg-type]
+        join_job(backend, limit.total_seconds(), quiet=not verbose)  # type: ignore[arg-type]
+    if timeout is not None:
+        Communicator.usual_timeout = timeout.total_seconds()
 
 
 def is_initialized() -> bool:

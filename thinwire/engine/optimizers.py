@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from thinwire import comm as communication
 from thinwire.comm import Communicator, LoggedCommunicator
 from thinwire.comm.agreement import on_every_rank
 from thinwire.comm.elastic import Elastic
+from thinwire.comm.launch import join_job
 from thinwire.comm.launchers import detect
 from thinwire.compress import FsdpHooks
 from thinwire.engine.config import EngineConfig
@@ -59,7 +59,7 @@ def communicator_of(backend: Named | None, comm: Communicator, device: torch.dev
                 flush=True,
             )
         return comm
-    joined = communication.init(backend, comm.timeout, quiet=True)
+    joined = join_job(backend, comm.timeout, quiet=True)
     if (joined.rank, joined.size) != (comm.rank, comm.size):
         raise ValueError(
             f'"optimizer.params.comm_backend_name" "{backend}" joins all {joined.size} ranks of the job, and the '

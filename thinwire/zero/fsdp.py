@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire import comm as communication
 from thinwire.comm import Communicator
+from thinwire.comm.launch import join_job
 from thinwire.compress.fully_sharded import FsdpHooks, fsdp_hooks
 from thinwire.compress.packet_layout import MemorylessCodec
 from thinwire.zero.placement import Averaging
@@ -91,7 +91,7 @@ def join_process_group(
         )
     joined = comm
     if comm.backend not in ("gloo", "nccl"):
-        joined = communication.init("nccl" if device.type == "cuda" else "gloo", comm.timeout, quiet=True)
+        joined = join_job("nccl" if device.type == "cuda" else "gloo", comm.timeout, quiet=True)
     if (joined.rank, joined.size) != (comm.rank, comm.size) or comm.size != dist.get_world_size():
         raise ValueError(
             f"{what} takes all ranks of the job, {dist.get_world_size()}, and this communicator has {comm.size} of "
