@@ -216,6 +216,7 @@ def test_who_lacks_some_of_a_step_that_others_have_takes_it_over(kind: str, at: 
         ("adam", 9, "other bits"),
         ("lamb", 2, "other bits"),
         ("adam", 2, "no more is told"),
+        ("adam", 9, "called for before it comes"),
         ("sharded sgd, int4", 9, ""),
         ("sharded muon, int4", 2, ""),
         ("stage 1", 9, ""),
@@ -234,7 +235,7 @@ def test_who_joins_has_the_weights_and_the_state_of_the_others(
         if disturbed == "no more is told":
             raise CommunicationError("lost")
         behind = follow(workers, step)
-        for weights in workers._table.weights() if disturbed else ():
+        for weights in workers._table.weights() if disturbed == "other bits" else ():
             weights.add_(0.1)
         return behind
 
@@ -245,6 +246,8 @@ def test_who_joins_has_the_weights_and_the_state_of_the_others(
         optimizer, workers = make(model, kind, **options)
         while optimizer.steps < 24 or workers.comm.size == 2:
             if optimizer.steps == from_step:
+                if disturbed == "called for before it comes":
+                    workers._telling.begin(workers._told())
                 come.set()
             time.sleep(0.05 if workers.comm.size == 2 else 0)
             step(model, optimizer, workers.dealt_to.index(workers.membership.name))

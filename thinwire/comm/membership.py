@@ -287,7 +287,8 @@ class Membership:
         number, index, size = self.heart.tell(), self.generation.index, len(self.generation.entries)
         if index == 0:
             self._store.write(f"onlooker/{number}/size", str(size + 1 if size > 1 else 0))
-        onlooker = [self._store.read(f"onlooker/{number}") or ""]
+        # None where it comes later: two workers may have called for one onlooker, a step apart.
+        onlooker = [name for name in (self._store.read(f"onlooker/{number}"),) if name is not None]
         return in_background(lambda: self._linked(number, index + 1, size + 1, onlooker)) if size > 1 else None
 
     def _linked(self, number: int, rank: int, size: int, others: Sequence[str]) -> Messages:
