@@ -123,7 +123,7 @@ def test_the_standalone_package(standalone: ModuleType, tmp_path: Path) -> None:
             trainer.strategy.load_optimizer_state_dict({"optimizer_states": []})
 
 
-@pytest.mark.parametrize("kind", ["DiLoCo", "OneBitAdam"])
+@pytest.mark.parametrize("kind", ["DiLoCo", "OneBitAdam", "ShardedOptimizer"])
 def test_it_joins_an_elastic_job_late_and_ends_with_it(standalone: ModuleType, tmp_path: Path, kind: str) -> None:
     """The other worker trains in a loop of its own."""
     import thinwire.lightning
@@ -135,8 +135,9 @@ def test_it_joins_an_elastic_job_late_and_ends_with_it(standalone: ModuleType, t
         elastic = thinwire.Elastic(workers=1, address="here:1", job=job)
         if kind == "OneBitAdam":
             return OneBitAdam(module.named_parameters(), lr=RATE, freeze_step=4, elastic=elastic)
-        options: dict[str, Any] = {"every": 4, "fragments": 1, "overlap": 0, "elastic": elastic}
-        return thinwire.DiLoCo(module.named_parameters(), torch.optim.AdamW, lr=RATE, **options)
+        options: dict[str, Any] = {"every": 4, "fragments": 1, "overlap": 0} if kind == "DiLoCo" else {"stage": 0}
+        made = getattr(thinwire, kind)
+        return made(module.named_parameters(), torch.optim.AdamW, lr=RATE, elastic=elastic, **options)
 
     class Late(make_module_class(standalone)):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
