@@ -170,6 +170,17 @@ def local_values(held: Held, device: torch.device) -> Tensor:
     return values[0] if len(values) == 1 else torch.cat([*values, torch.empty(0, device=device)])
 
 
+@torch.no_grad()
+def write_elements(tensor: Tensor, start: int, values: Tensor) -> None:
+    """Set elements of a flattened `tensor`, in whatever memory format it has."""
+    if tensor.is_contiguous():
+        tensor.view(-1)[start : start + values.numel()].copy_(values)
+    else:
+        whole = tensor.reshape(-1)
+        whole[start : start + values.numel()].copy_(values)
+        tensor.copy_(whole.view(tensor.shape))
+
+
 _NOT_STEPPED = "step() has not been called"
 NO_GRADIENTS = "no parameter had a gradient"
 

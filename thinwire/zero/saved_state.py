@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
@@ -270,15 +271,18 @@ def state_slices(state: Mapping[str, Any], name: str, start: int, cut: slice, nu
 
 def read_state(source: SliceSource, name: str, start: int, numel: int) -> dict[str, Any]:
     """The state of elements `start` to `start + numel` of a parameter; empty where it never had a gradient."""
-    state: dict[str, Any] = {}
+    values: dict[str, Tensor] = {}
     for kind in source.kinds() - _NO_STATE:
-        try:
-            if kind.startswith(_SCALAR):
-                state |= _one_value(kind.removeprefix(_SCALAR), source.read(kind, name, 0, 1))
-            else:
-                state[kind] = source.read(kind, name, start, numel)
-        except KeyError:
-            continue
+        with suppress(KeyError):
+            values[kind] = source.read(kind, name, *((0, 1) if kind.startswith(_SCALAR) else (start, numel)))
+    return state_of_slices(values)
+
+
+def state_of_slices(values: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state of a part of which `state_slices` gave all elements, by kind."""
+    state: dict[str, Any] = {}
+    for kind, value in values.items():
+        state |= _one_value(kind.removeprefix(_SCALAR), value) if kind.startswith(_SCALAR) else {kind: value}
     return state
 
 

@@ -15,7 +15,7 @@ import thinwire
 from tests.optim.diloco.tower import SETTINGS, Tower, flat, go_on, make_elastic, meeting, step, together
 from tests.optim.training import through_a_file
 from tests.refusing import refused
-from thinwire.comm import CommunicationError, Elastic
+from thinwire.comm import CommunicationError, Communicator, Elastic, threads
 from thinwire.optim.diloco.elastic_home import ElasticHome
 
 __all__ = ["meeting"]
@@ -74,41 +74,45 @@ def test_copies_stay_alike_through_a_death_in_flight_and_a_newcomer_begins_with_
         assert all(torch.equal(one, other) for one, other in zip(found, first, strict=True))
 
 
-def test_a_newcomer_has_state_of_the_others_where_there_is_nothing_in_common_yet() -> None:
-    """A step counter that is not the moments' own would have its first steps be many times too long."""
+@pytest.mark.parametrize(("ranks", "of_newcomer"), [(1, 1), (1, 2), (2, 1), (2, 3)])
+def test_a_newcomer_has_state_of_the_others_where_there_is_nothing_in_common_yet(ranks: int, of_newcomer: int) -> None:
+    """A step counter that is not the moments' own would have its first steps be many times too long. Of a process or a
+    node, whatever the newcomer is."""
     options: dict[str, Any] = {"every": 4, "fragments": 1, "overlap": 0, "share": {"exp_avg": 1, "exp_avg_sq": 9}}
     options["elastic"] = replace(SETTINGS, workers=1)
     come = threading.Event()
-    found: dict[str, Any] = {}
 
-    def state_of(optimizer: thinwire.DiLoCo) -> dict[str, Tensor]:
-        entries = list(optimizer.inner.state.values())
-        return {kind: flat(entry[kind] for entry in entries) for kind in ("exp_avg", "exp_avg_sq", "step")}
+    def state_of(home: ElasticHome) -> dict[tuple[str, str], Tensor]:
+        return {key: one.clone() for key, one in home.worker.whole_state(home.names).items()}
 
-    def stays() -> None:
+    def stays(comm: Communicator) -> Any:
         model = Tower()
-        optimizer, home = make_elastic(model, **options)
+        optimizer, home = make_elastic(model, comm=comm, **options)
         go_on(model, optimizer, 0, 7)
         come.set()
-        while not home.membership.wanted:
+        while comm.rank == 0 and not home.membership.wanted:
             time.sleep(0.01)
         step(model, optimizer, 0)
-        found["others"] = state_of(optimizer)
+        found = state_of(home)
         go_on(model, optimizer, 0, 12)
         optimizer.synchronize()
+        return found
 
-    def joins() -> None:
+    def joins(comm: Communicator) -> Any:
         assert come.wait(60)
         model = Tower()
-        optimizer, _ = make_elastic(model, **options)
-        found["own"] = state_of(optimizer)
+        optimizer, home = make_elastic(model, comm=comm, **options)
+        found = state_of(home)
         go_on(model, optimizer, 1, 12)
         optimizer.synchronize()
+        return found
 
-    together([stays, joins])
-    assert found["own"]["exp_avg_sq"].any()
-    for kind, values in found["own"].items():
-        assert torch.equal(values, found["others"][kind])
+    others, own = together([lambda: threads.run(stays, ranks)[0], lambda: threads.run(joins, of_newcomer)[0]])
+    assert {kind for kind, _ in own} == {"exp_avg", "exp_avg_sq", "step"}
+    assert own["exp_avg_sq", "first.weight"].any()
+    assert set(own) == set(others)
+    for key, values in own.items():
+        assert torch.equal(values, others[key])
 
 
 @pytest.mark.parametrize("known_by", [[], [1], [0, 1]])

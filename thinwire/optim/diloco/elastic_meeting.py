@@ -118,17 +118,17 @@ def _hand_over_state(group: WorkerGroup, plan: Plan, me: int, names: Sequence[st
     mine = worker.whole_state(names) if me == plan.source and shared.found else {}
     forms = [[*key, str(one.dtype).removeprefix("torch."), list(one.shape)] for key, one in mine.items()]
     found, listed = group.gather([shared.found, forms], "share its state")[0]
-    given: dict[str, Tensor] = {}
+    given: dict[tuple[str, str], Tensor] = {}
     for kind, name, dtype, shape in listed:
         values = mine[kind, name].cpu() if mine else torch.empty(shape, dtype=getattr(torch, dtype))
         flat = values.reshape(-1)
         group.broadcast(flat, inside=False)
         if group.comm is not None:
-            given[f"{kind}.{name}"] = flat.view(shape)
+            given[kind, name] = flat.view(shape)
     if me != plan.source and plan.standings[me] is None:
         shared.cut({kind: (numbers, positive) for kind, (numbers, positive) in found.items()})
         if listed:
-            worker.load(names, dict.fromkeys(kind for kind, *_ in listed), given.__getitem__)
+            worker.load_whole(names, given)
 
 
 def hand_over(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -24,8 +27,9 @@ from thinwire.zero.home import (
     find_state,
     local_values,
     whole_values,
+    write_elements,
 )
-from thinwire.zero.saved_state import AVERAGE_RESIDUAL
+from thinwire.zero.saved_state import AVERAGE_RESIDUAL, state_of_slices, state_slices
 
 # What a key says of a value besides its kind: a plain number, or where in the parameter a slice begins.
 _NUMBER = "[number]"
@@ -79,7 +83,7 @@ class Worker:
 
     def show(self, number: int, start: int, values: Tensor) -> None:
         """Let the parameter alone have these values from `start` on, rounded to its dtype."""
-        _write(self.parameters[number], start, values)
+        write_elements(self.parameters[number], start, values)
 
     def kinds(self, number: int) -> dict[str, bool]:
         """The kinds of the inner optimizer's state of a parameter that this rank has a part of, and whether they have
@@ -105,7 +109,7 @@ class Worker:
 
     def write_state(self, number: int, kind: str, start: int, values: Tensor) -> None:
         """Set elements of it from `start` on."""
-        _write(self.optimizer.state[self.parameters[number]][kind], start, values)
+        write_elements(self.optimizer.state[self.parameters[number]][kind], start, values)
 
     def parameter_state(self, in_sync: Callable[[], bool]) -> ParameterState:
         """What is held of each parameter."""
@@ -130,8 +134,13 @@ class Worker:
         }
 
     def whole_state(self, names: Sequence[str]) -> dict[tuple[str, str], Tensor]:
-        """What `saved` gives of all ranks of the worker, to be loaded by one of any other. Collective inside a node."""
+        """What `saved` gives of a worker that is one rank, of any worker. Collective inside a node."""
         return self.saved(names)
+
+    def load_whole(self, names: Sequence[str], values: Mapping[tuple[str, str], Tensor]) -> None:
+        """Take over what another worker's `whole_state` gave, of which a node's first rank has the values."""
+        by_key = {f"{kind}.{name}": value for (kind, name), value in values.items()}
+        self.load(names, dict.fromkeys(kind for kind, _ in values), by_key.__getitem__)
 
     def load(self, names: Sequence[str], kinds: Iterable[str], read: Callable[[str], Tensor]) -> None:
         """Take over what `saved` gave; `read` takes "kind.name", and raises KeyError where there is none. Weights stay
@@ -168,17 +177,6 @@ class Worker:
 
     def close(self) -> None:
         """Release communicators."""
-
-
-@torch.no_grad()
-def _write(tensor: Tensor, start: int, values: Tensor) -> None:
-    """Set elements of a flattened `tensor`, in whatever memory format."""
-    if tensor.is_contiguous():
-        tensor.view(-1)[start : start + values.numel()].copy_(values)
-    else:
-        whole = tensor.reshape(-1)
-        whole[start : start + values.numel()].copy_(values)
-        tensor.copy_(whole.view(tensor.shape))
 
 
 class NodeWorker(Worker):
@@ -278,34 +276,50 @@ class NodeWorker(Worker):
     @override
     def whole_state(self, names: Sequence[str]) -> dict[tuple[str, str], Tensor]:
         mine = {(one.kind, one.name): one for one in self.optimizer.saved_slices() if one.kind not in _NO_STATE}
-        ends = [[*key, one.start + one.tensor.numel()] for key, one in mine.items()]
-        ranks = self._inside.all_gather_bytes(json.dumps(ends).encode(), "gather its state")
-        found: dict[tuple[str, str], Tensor] = {}
+        ends = json.dumps([[*key, one.start + one.tensor.numel()] for key, one in mine.items()])
+        ranks = self._inside.all_gather_bytes(ends.encode(), "gather its state")
+        of_name: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for kind, name, end in sorted(one for ends in map(json.loads, ranks) for one in ends):
-            found[kind, name] = torch.zeros(end, device=self.parameters[0].device)
-        for key, whole in found.items():
-            if key in mine:
-                own = mine[key]
-                whole[own.start : own.start + own.tensor.numel()].copy_(own.tensor)
-            self._inside.all_reduce(whole)
-        return found | {(f"{kind}{_START}", name): torch.tensor(0) for kind, name in found}
+            of_name[name][kind] = torch.zeros(end, device=self.parameters[0].device)
+        found: dict[tuple[str, str], Tensor] = {}
+        for name, values in of_name.items():
+            for kind, whole in values.items():
+                if (own := mine.get((kind, name))) is not None:
+                    whole[own.start : own.start + own.tensor.numel()].copy_(own.tensor)
+                self._inside.all_reduce(whole)
+            shape = self.parameters[names.index(name)].shape
+            for kind, value in state_of_slices(values).items():
+                form = "" if isinstance(value, Tensor) else _NUMBER
+                found[f"{kind}{form}", name] = value.view(shape) if kind in values else torch.as_tensor(value)
+        return found
+
+    @override
+    def load_whole(self, names: Sequence[str], values: Mapping[tuple[str, str], Tensor]) -> None:
+        """Collective inside the node."""
+        slices = []
+        for (kind, name), value in values.items():
+            like = self.parameters[names.index(name)]
+            one = value.item() if kind.endswith(_NUMBER) else value.reshape(-1) if value.shape == like.shape else value
+            state = {kind.removesuffix(_NUMBER): one}
+            found = state_slices(state, name, 0, slice(0, like.numel()), like.numel())
+            slices += [(part.kind, name, 0, part.tensor) for part in found]
+        self._load_slices(names, slices)
 
     @override
     def load(self, names: Sequence[str], kinds: Iterable[str], read: Callable[[str], Tensor]) -> None:
         """Collective inside the node."""
         slices: list[tuple[str, str, int, Tensor]] = []
+        for name, kind in product(names, (one for one in kinds if not one.endswith(_START))):
+            with suppress(KeyError):
+                slices.append((kind, name, int(read(f"{kind}{_START}.{name}")), read(f"{kind}.{name}")))
+        self._load_slices(names, slices)
+
+    def _load_slices(self, names: Sequence[str], slices: list[tuple[str, str, int, Tensor]]) -> None:
         for number, name in enumerate(names):
             weights = self.weights(number)
             if self.optimizer.comm.rank == 0:
                 slices.append(("master", name, 0, weights))
                 slices.append(("weight", name, 0, self.parameters[number].detach().reshape(-1)))
-            for kind in kinds:
-                if kind.endswith(_START):
-                    continue
-                try:
-                    slices.append((kind, name, int(read(f"{kind}{_START}.{name}")), read(f"{kind}.{name}")))
-                except KeyError:
-                    continue
         state = self.optimizer.state_dict()
         state["thinwire"] |= {"slices": slices, "seal": None}
         self.optimizer.load_state_dict(state)
