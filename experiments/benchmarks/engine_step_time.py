@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,20 @@ from experiments.common.launching import launch
 from experiments.common.results import write_json
 from experiments.tasks.batches import random_batch
 from experiments.tasks.sizes import SIZES
+from experiments.training.hooks import bf16_hook
 from experiments.training.optimizers import engine_section
 from thinwire import initialize
 from thinwire.comm import Communicator
 
-__all__ = ["BASELINE", "REDUNDANCY", "main", "measure"]
+__all__ = ["BASELINE", "RATE", "REDUNDANCY", "bert", "engine_step", "main", "measure", "take_turns", "torch_step"]
 
 BASELINE = "torch DDP, fused AdamW"
 REDUNDANCY = "torch ZeroRedundancyOptimizer"
 
 _STEPS_A_TURN = 3
-_FREEZE_STEP = 2
+FREEZE_STEP = 2
 _VOCABULARY, _LENGTH = 4096, 32
-_RATE = 1e-4
+RATE = 1e-4
 
 Batch = tuple[Tensor, Tensor]
 
@@ -48,7 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(comm: Communicator, options: argparse.Namespace) -> None:
     """Writes milliseconds a step of every system in every round, of the slowest rank. Collective."""
-    systems = _systems(options.model, options.batch_size, comm)
+    milliseconds = take_turns(_systems(options.model, options.batch_size, comm), options, comm)
+    if comm.rank == 0:
+        write_json(options.output, {"ranks": comm.size, "backend": comm.backend, "milliseconds": milliseconds})
+
+
+def take_turns(
+    systems: Mapping[str, Callable[[Batch], None]], options: argparse.Namespace, comm: Communicator
+) -> dict[str, list[float]]:
+    """Milliseconds a step of every system in every round, of the slowest rank. Collective."""
     batches = [
         random_batch(options.batch_size, _LENGTH, _VOCABULARY, seed=1000 * step + comm.rank)
         for step in range(_STEPS_A_TURN)
@@ -62,9 +71,7 @@ def measure(comm: Communicator, options: argparse.Namespace) -> None:
             rounds.append((1e3 * times / _STEPS_A_TURN).tolist())
         if comm.rank == 0:
             print(f"step time: round {number} of {options.rounds}", file=sys.stderr, flush=True)
-    if comm.rank == 0:
-        milliseconds = dict(zip(systems, map(list, zip(*rounds, strict=True)), strict=True))
-        write_json(options.output, {"ranks": comm.size, "backend": comm.backend, "milliseconds": milliseconds})
+    return dict(zip(systems, map(list, zip(*rounds, strict=True)), strict=True))
 
 
 def _turn(step: Callable[[Batch], None], batches: Sequence[Batch], comm: Communicator) -> float:
@@ -78,13 +85,13 @@ def _turn(step: Callable[[Batch], None], batches: Sequence[Batch], comm: Communi
 
 def _systems(model: str, batch_size: int, comm: Communicator) -> dict[str, Callable[[Batch], None]]:
     """What takes a step, gradients reset included, by its name."""
-    adamw = engine_section("adamw", _RATE, _FREEZE_STEP, fused=True)
-    onebit = engine_section("onebit-adam", _RATE, _FREEZE_STEP)
+    adamw = engine_section("adamw", RATE, FREEZE_STEP, fused=True)
+    onebit = engine_section("onebit-adam", RATE, FREEZE_STEP)
     systems = {
-        BASELINE: _torch_step(_model(model), lambda parameters: torch.optim.AdamW(parameters, lr=_RATE, fused=True)),
-        REDUNDANCY: _torch_step(
-            _model(model),
-            lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=_RATE, fused=True),
+        BASELINE: torch_step(bert(model), lambda parameters: torch.optim.AdamW(parameters, lr=RATE, fused=True)),
+        REDUNDANCY: torch_step(
+            bert(model),
+            lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=RATE, fused=True),
         ),
     }
     for stage in (0, 1, 2):
@@ -94,25 +101,29 @@ def _systems(model: str, batch_size: int, comm: Communicator) -> dict[str, Calla
                 "optimizer": adamw,
                 "zero_optimization": {"stage": stage, "overlap_comm": overlap},
             }
-            systems[f"stage {stage}, fused AdamW{suffix}"] = _engine_step(_model(model), config, comm)
+            systems[f"stage {stage}, fused AdamW{suffix}"] = engine_step(bert(model), config, comm)
     for stage in (1, 2):
         config = {
             "train_micro_batch_size_per_gpu": batch_size,
             "optimizer": onebit,
             "zero_optimization": {"stage": stage},
         }
-        systems[f"stage {stage}, 1-bit Adam, frozen"] = _engine_step(_model(model), config, comm)
+        systems[f"stage {stage}, 1-bit Adam, frozen"] = engine_step(bert(model), config, comm)
     return systems
 
 
-def _model(name: str) -> nn.Module:
+def bert(name: str) -> nn.Module:
+    """A new BERT, as all systems have it."""
     from experiments.tasks.models import build_bert
 
     return build_bert(SIZES[name], _VOCABULARY, _LENGTH, 0.0, seed=0)
 
 
-def _torch_step(model: nn.Module, build: Callable[[Any], torch.optim.Optimizer]) -> Callable[[Batch], None]:
+def torch_step(model: nn.Module, build: Callable[[Any], Any], *, bf16: bool = False) -> Callable[[Batch], None]:
+    """A step of DDP, which averages in fp32 or `bf16`, with the optimizer that `build` makes of the parameters."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if bf16:
+        wrapped.register_comm_hook(None, bf16_hook)
     optimizer = build(model.parameters())
 
     def step(batch: Batch) -> None:
@@ -124,7 +135,8 @@ def _torch_step(model: nn.Module, build: Callable[[Any], torch.optim.Optimizer])
     return step
 
 
-def _engine_step(model: nn.Module, config: dict[str, Any], comm: Communicator) -> Callable[[Batch], None]:
+def engine_step(model: nn.Module, config: dict[str, Any], comm: Communicator) -> Callable[[Batch], None]:
+    """A step of the engine."""
     engine, *_ = initialize(model=model, config=config, comm=comm)
 
     def step(batch: Batch) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from experiments.ethernet.race.hooks import bf16_hook, meeting_hook
+from experiments.training.hooks import bf16_hook, meeting_hook
 from experiments.training.learners import in_evaluation, parameter_groups
 from experiments.training.plans import Plan
 from thinwire.comm import Communicator
