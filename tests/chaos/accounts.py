@@ -28,6 +28,8 @@ from thinwire.optim.diloco.outer import UnderWay
 
 _ROUNDING = 0.01
 """Residuals are kept in bf16."""
+_OF_A_NORM = 4
+"""How many times what is summed, with random signs, a sum may be: further off are deviations that do not occur."""
 
 
 @dataclass
@@ -71,7 +73,7 @@ def keep(ledger: int, who: int) -> None:
             generation, gradient, before = sent[one.fragment]
             after = kept(home, one.fragment)
             owed = [before[2][0], after[2][0]]
-            legs = [[gradient, before[0][0], after[0][0]], [update, *owed], owed]
+            legs = [[gradient, before[0][0], after[0][0], before[1][0], after[1][0]], [update, *owed], owed]
             entry = Entry(
                 *(who, number, one.fragment, generation, home.workers, one.settings.lr, one.settings.momentum),
                 gradient=sums(gradient),
@@ -112,8 +114,7 @@ def faults(entries: list[dict[str, Any]]) -> list[str]:
         by_worker[entry.who].append(entry)
     found = [fault for number, told in sorted(by_number.items()) for fault in _of_step(number, told)]
     found += [fault for who, told in by_worker.items() for fault in _of_worker(who, told)]
-    complete = [told for _, told in sorted(by_number.items()) if len(told) == told[0].workers]
-    return found + _of_momentum(complete)
+    return found + _of_momentum([told for _, told in sorted(by_number.items())])
 
 
 def _of_step(number: int, told: list[Entry]) -> list[str]:
@@ -145,6 +146,9 @@ def _of_momentum(steps: list[list[Entry]]) -> list[str]:
     found, last, blur = [], dict[int, Tensor](), defaultdict[int, float](float)
     for told in steps:
         first = told[0]
+        if len(told) < first.workers:  # nor is its end known
+            last.pop(first.fragment, None)
+            continue
         before = total([one.before[1] for one in told])
         size = _ROUNDING * sum(one.sizes[0] for one in told) + blur[first.fragment]
         if first.momentum and first.fragment in last and (before - last[first.fragment]).abs().max() > size:
@@ -153,7 +157,7 @@ def _of_momentum(steps: list[list[Entry]]) -> list[str]:
             )
         last[first.fragment] = total([one.after[1] for one in told])
         # What follows from an outer step is off by what its owner owes, and by half of what it was off before.
-        owed = sum(one.sizes[2] for one in told) / first.lr / (1 + first.momentum)
+        owed = _OF_A_NORM * sum(one.sizes[2] for one in told) / first.lr / (1 + first.momentum)
         blur[first.fragment] = owed + 0.5 * blur[first.fragment]
     return found
 

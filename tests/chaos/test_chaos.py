@@ -44,7 +44,7 @@ def account() -> list[accounts.Entry]:
             kept = [[[part[who]] for part in parts] for parts in (before, (residual, owed, velocity))]
             (e, s, v), (e1, s1, v1) = kept
             same = [who, number, 0, size == 2, size, 0.6, 0.9]
-            told.append(accounts.Entry(*same, [gradients[who]], [e, v, s], [e1, v1, s1], [update], [1.0, 1.0, 0.01]))
+            told.append(accounts.Entry(*same, [gradients[who]], [e, v, s], [e1, v1, s1], [update], [1.0, 1.0, 0.001]))
     return told
 
 
