@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from tests.refusing import refused
-from thinwire.comm import CommunicationError, Elastic, MembershipError, threads
+from thinwire.comm import CommunicationError, Elastic, MembershipError, elastic, threads
 from thinwire.comm.elastic import LimitedStore, check_launcher, meeting_place, reach, serve
 from thinwire.comm.membership import Generation, Heart, Membership
 
@@ -99,6 +99,28 @@ def test_a_death_while_connecting_ends_in_an_error_not_in_a_wait() -> None:
     refused(CommunicationError, "did not connect", first.connect, [0, 1], "exchange")
     assert time.monotonic() - start < 25  # Gloo alone would wait for its timeout
     first.leave()
+
+
+def test_workers_meet_once_the_meeting_place_answers_their_hearts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "_INTERVAL", 0.05)
+    stopped, look = threading.Event(), Heart._look
+
+    def late(heart: Heart) -> None:
+        while stopped.is_set():
+            time.sleep(0.01)
+        look(heart)
+
+    monkeypatch.setattr(Heart, "_look", late)
+    first, second = begin(HashStore())
+    first.heart._silence = second.heart._silence = 0.3
+    stopped.set()
+    until(lambda: "does not answer" in first.why_meet(""))
+    threading.Timer(0.5, stopped.clear).start()
+    at_once(*(lambda one=one: one.meet({}, alarm=True) for one in (first, second)))
+    assert not first.why_meet("")
+    at_once(*(lambda one=one: one.connect([0, 1], "exchange").comm.barrier() for one in (first, second)))
+    for one in (first, second):
+        one.leave()
 
 
 def test_who_looks_on_does_not_wait_for_tellers_that_have_ended() -> None:

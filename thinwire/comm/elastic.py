@@ -193,6 +193,10 @@ class LimitedStore:
         """Set a value where there is none yet; the value that is there then."""
         return self._ask(lambda: self._store.compare_set(key, "", value).decode())
 
+    def wait_for(self, heart: Heart) -> None:
+        """Wait until it answers a heart, too, whose connection may be later to notice that it does again."""
+        self._ask(heart.wait_for_answer)
+
     def _ask(self, question: Callable[[], Result]) -> Result:
         try:
             return in_background(question).result(self._seconds)
@@ -205,6 +209,7 @@ class LimitedStore:
 
 
 _INTERVAL = 0.5
+_POLL_SECONDS = 0.05
 _GONE = b"gone"
 
 
@@ -283,9 +288,12 @@ class Heart:
             return f"the others have ended after step {self.ended}"
         if lost:
             return "; ".join(lost)
-        if time.monotonic() - self._looked > self._silence + _INTERVAL:
-            return "the meeting place does not answer"
-        return ""
+        return "" if self.is_answered else "the meeting place does not answer"
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the meeting place has answered of late."""
+        return time.monotonic() - self._looked <= self._silence + _INTERVAL
 
     @property
     def wanted(self) -> bool:
@@ -296,6 +304,13 @@ class Heart:
     def watched(self) -> bool:
         """Whether a newcomer waits to look on while the others train."""
         return self._watched
+
+    def wait_for_answer(self) -> None:
+        """Return once the meeting place answers; raises RuntimeError if it is lost."""
+        while not self.is_answered:
+            if not self._thread.is_alive():
+                raise RuntimeError("its connection is lost")
+            time.sleep(_POLL_SECONDS)
 
     def tell(self) -> int:
         """Take note that the next one is told; its number."""

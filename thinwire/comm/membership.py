@@ -175,6 +175,7 @@ class Membership:
     @_asked
     def _met(self, record: Record | None, alarm: bool) -> dict[str, Any]:
         while True:
+            self._store.wait_for(self.heart)
             if self.heart.is_left_behind:
                 raise MembershipError(
                     f"the others of job {self.settings.job!r} have ended it after {self.heart.ended} common steps, "
