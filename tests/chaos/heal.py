@@ -18,7 +18,7 @@ import warnings
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 import torch
@@ -267,7 +267,8 @@ def replay(kind: str, dealt: dict[int, tuple[list[str], list[str] | None]]) -> s
     begins = {step: threading.Event() for step in comes}
 
     def waiting(generation: int) -> int:
-        return int(store.add(f"thinwire/job/{generation}/count", 0))
+        """How many have written that they wait, not only counted themselves: a meeting takes no others."""
+        return next(place for place in count() if not store.check([f"thinwire/job/{generation}/entry/{place}"]))
 
     def body(name: str, step: int, place: int) -> str | None:
         if step:
