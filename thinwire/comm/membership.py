@@ -175,7 +175,6 @@ class Membership:
     @_asked
     def _met(self, record: Record | None, alarm: bool) -> dict[str, Any]:
         while True:
-            self._store.wait_for(self.heart)
             if self.heart.is_left_behind:
                 raise MembershipError(
                     f"the others of job {self.settings.job!r} have ended it after {self.heart.ended} common steps, "
@@ -190,6 +189,7 @@ class Membership:
                     f"it had not answered for {self.settings.silence:g} s: start it again to join them"
                 )
             record = record if stayed else None
+            self._store.wait_for(self.heart)
             if alarm and stayed:
                 self._store.write(f"{number}/alarm", "1")
             entry = Entry(self.name, record, self.looks_on)
