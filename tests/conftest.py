@@ -14,7 +14,7 @@ import torch
 from tests.compiled import compile_kernels_once
 from tests.launching import Jobs, one_core
 from tests.warm_python import WarmPython
-from thinwire.comm import threads
+from thinwire.comm import Communicator, threads
 
 if importlib.util.find_spec("hypothesis") is not None:  # a GPU's machine may have none
     from hypothesis import settings
@@ -42,6 +42,12 @@ def _one_thread() -> None:
             return run(*arguments, **options)
 
     threads.run = run_on_one_core
+
+
+@pytest.fixture(autouse=True)
+def _no_timeout_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an `init` in this process."""
+    monkeypatch.setattr(Communicator, "usual_timeout", 300.0)
 
 
 @pytest.fixture(autouse=True, scope="module")

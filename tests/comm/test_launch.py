@@ -93,8 +93,7 @@ def ended(comm: Communicator) -> None:
 
 
 @pytest.mark.usefixtures("_no_launcher")
-def test_a_process_on_its_own_with_a_process_group(monkeypatch, capfd):
-    monkeypatch.setattr(Communicator, "usual_timeout", 300.0)
+def test_a_process_on_its_own_with_a_process_group(capfd):
     comm = init(backend="gloo", timeout=7.0)
     found = [init(), Communicator.of(dist.group.WORLD), init(timeout=8.0), init(), threads.single(30.0)]
     assert isinstance(found[0], TorchCommunicator)
