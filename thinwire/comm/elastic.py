@@ -209,7 +209,6 @@ class LimitedStore:
 
 
 _INTERVAL = 0.5
-_POLL_SECONDS = 0.05
 _GONE = b"gone"
 
 
@@ -310,7 +309,7 @@ class Heart:
         while not self.is_answered:
             if not self._thread.is_alive():
                 raise RuntimeError("its connection is lost")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_INTERVAL / 10)
 
     def tell(self) -> int:
         """Take note that the next one is told; its number."""
