@@ -19,7 +19,7 @@ import thinwire
 from tests.optim.diloco.tower import SETTINGS, Tower, flat, loss_of, meeting, quick, together
 from tests.refusing import refused
 from thinwire.comm import CommunicationError, Communicator, MembershipError, threads
-from thinwire.optim.replicated.elastic_shards import divide
+from thinwire.optim.replicated.elastic_shards import ShardedWorkers, divide
 from thinwire.optim.replicated.elastic_workers import ElasticWorkers
 from thinwire.zero.placement import Averaging
 
@@ -220,6 +220,7 @@ def test_who_lacks_some_of_a_step_that_others_have_takes_it_over(kind: str, at: 
         ("sharded sgd, int4", 9, ""),
         ("sharded muon, int4", 2, ""),
         ("stage 1", 9, ""),
+        ("stage 1", 9, "its state is lost on the way"),
     ],
 )
 def test_who_joins_has_the_weights_and_the_state_of_the_others(
@@ -240,8 +241,23 @@ def test_who_joins_has_the_weights_and_the_state_of_the_others(
         return behind
 
     monkeypatch.setattr(ElasticWorkers, "_follow", note)
+    move, lost = ShardedWorkers._move_between, list[str]()
 
-    def stays() -> tuple[Tensor, dict[str, Any]]:
+    def lose(workers: ShardedWorkers, source: int, target: int, numbers: Any) -> None:
+        if disturbed == "its state is lost on the way" and target == 2 and not lost:
+            lost.append(workers.membership.name)
+            raise CommunicationError("lost")
+        move(workers, source, target, numbers)
+
+    monkeypatch.setattr(ShardedWorkers, "_move_between", lose)
+
+    def end(model: Tower, optimizer: Any, workers: ElasticWorkers) -> tuple[Tensor, dict[str, Any], dict[int, Any]]:
+        optimizer.synchronize_weights()
+        divided = workers._shares.mine if isinstance(workers, ShardedWorkers) else ()
+        held = {number: workers._steps.state_of(number) for number in divided}
+        return flat(model.parameters()), optimizer.state_dict(), held
+
+    def stays() -> tuple[Tensor, dict[str, Any], dict[int, Any]]:
         model = Tower()
         optimizer, workers = make(model, kind, **options)
         while optimizer.steps < 24 or workers.comm.size == 2:
@@ -251,10 +267,9 @@ def test_who_joins_has_the_weights_and_the_state_of_the_others(
                 come.set()
             time.sleep(0.05 if workers.comm.size == 2 else 0)
             step(model, optimizer, workers.dealt_to.index(workers.membership.name))
-        optimizer.synchronize_weights()
-        return flat(model.parameters()), optimizer.state_dict()
+        return end(model, optimizer, workers)
 
-    def joins() -> tuple[Tensor, dict[str, Any]]:
+    def joins() -> tuple[Tensor, dict[str, Any], dict[int, Any]]:
         assert come.wait(60)
         model = Tower()
         with torch.no_grad():
@@ -264,15 +279,17 @@ def test_who_joins_has_the_weights_and_the_state_of_the_others(
         assert optimizer.param_groups[0]["lr"] == 0.01
         while optimizer.steps < 24:
             step(model, optimizer, workers.dealt_to.index(workers.membership.name))
-        optimizer.synchronize_weights()
-        return flat(model.parameters()), optimizer.state_dict()
+        return end(model, optimizer, workers)
 
-    (first, saved), (second, _), (late, of_late) = together([stays, stays, joins])
+    (first, saved, held), (second, _, by_second), (late, of_late, by_late) = together([stays, stays, joins])
     assert torch.equal(first, second)
     assert torch.equal(first, late)
     assert bool(followed) is (kind not in ("zero-one adam", "stage 1"))
     for number, state in saved["state"].items():
         assert all(torch.equal(one, of_late["state"][number][name]) for name, one in state.items())
+    for number, state in by_late.items():  # also held by one of the others
+        (same,) = (one[number] for one in (held, by_second) if number in one)
+        assert all(torch.equal(one, same[name]) for name, one in state.items())
 
 
 def test_state_is_divided_evenly_and_what_need_not_move_stays() -> None:

@@ -221,8 +221,8 @@ class ShardedWorkers(ElasticWorkers):
         elif lost := set(every) - set().union(*holds):
             self.membership.leave()
             raise MembershipError(self._why_lost(lost))
-        self._shares.mine = set(holds[generation.index])
         super()._join(generation)
+        self._shares.mine = set(holds[generation.index])  # not what its donor holds, which a newcomer has been told
         self._is_divided = False
         self._holds, self._settled_elsewhere = holds, max((one.settled for one in said if one is not None), default=-1)
 
