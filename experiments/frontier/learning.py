@@ -62,7 +62,8 @@ def learn(
 def train(
     subject: Subject, task: Task[Any], workers: int, contender: tuple[str, Contender], rate: float, seed: int
 ) -> Run:
-    """One training of a contender, given with its name, from the first step to the last."""
+    """One training of a contender, given with its name, from the first step to the last; of the worker that sends most
+    what it sent."""
     name, one = contender
     plan = subject.plan(one, rate, seed)
     options = {**RECIPES[one.parent].options, **one.options}
@@ -79,7 +80,7 @@ def train(
         return trainer.outcome
 
     started = time.process_time()
-    outcome = threads.run(rank, workers, _TIMEOUT)[0]
+    outcome = max(threads.run(rank, workers, _TIMEOUT), key=lambda one: one.bytes_sent)
     spent = time.process_time() - started - sum(task.seconds for task in watched)
     return Run(workers, name, rate, spent / workers / plan.steps, outcome)
 

@@ -66,6 +66,29 @@ def check_handles(comm: Communicator, seed: int) -> None:
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
+def check_unequal_chunks(comm: Communicator, seed: int) -> None:
+    """Of sizes by rank, some of them none, below and above those at which backends change their ways; all in flight."""
+    generator = np.random.default_rng(seed)
+    flying, found, expected = [], [], []
+    for most in (0, 1, 5, 130, 65_536, 100_003):
+        for dtype in (torch.uint8, torch.bfloat16, torch.int64):
+            sizes = [int(one) for one in generator.integers(0, most + 1, comm.size)]
+            sizes[int(generator.integers(comm.size))] = most
+            if most and comm.size > 1:
+                sizes[int(generator.integers(comm.size))] = 0
+            inputs = draw(comm, seed + most, sum(sizes), dtype)
+            gifts = [one[:size].clone() for one, size in zip(inputs, sizes, strict=True)]
+            exchanged = torch.empty(comm.size, sizes[comm.rank], dtype=dtype)
+            gathered = torch.empty(sum(sizes), dtype=dtype)
+            flying.append(comm.all_to_all(exchanged, inputs[comm.rank], sizes=sizes, async_op=True))
+            flying.append(comm.all_gather(gathered, gifts[comm.rank], sizes=tuple(sizes), async_op=True))
+            found += [exchanged, gathered]
+            expected += [torch.stack([one.split(sizes)[comm.rank] for one in inputs]), torch.cat(gifts)]
+    for work in reversed(flying):
+        work.wait()
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
 def check_broadcast(comm: Communicator, seed: int) -> None:
     for root in range(comm.size):
         for numel in LENGTHS:
@@ -198,6 +221,13 @@ def check_traffic(comm: Communicator, seed: int) -> None:
     }
     assert comm.traffic.bytes_sent == (size - 1) * 197
     assert comm.traffic.calls == 4
+    comm.traffic.reset()
+    sizes = [3 * rank for rank in range(size)]
+    own = torch.zeros(3 * comm.rank, dtype=torch.bfloat16)
+    comm.all_to_all(own.repeat(size), own.new_empty(sum(sizes)), sizes=sizes)
+    comm.all_gather(own.new_empty(sum(sizes)), own, sizes=sizes)
+    sent = {"all_to_all": 2 * (sum(sizes) - sizes[comm.rank]), "all_gather": (size - 1) * own.nbytes}
+    assert comm.traffic.bytes_by_collective == sent
 
 
 def check_refusals(comm: Communicator, seed: int) -> None:
@@ -219,6 +249,25 @@ def check_refusals(comm: Communicator, seed: int) -> None:
     ]
     if comm.size > 1:
         refusals.append((ValueError, "do not divide", comm.all_to_all, odd.clone(), odd))
+    every, of_two = torch.ones(2 * comm.size), [2] * comm.size
+    for collective, output, input in ((comm.all_to_all, every.clone(), every), (comm.all_gather, every, ones[:1])):
+        name = collective.__name__
+        for error, message, sizes in (
+            (ValueError, f"{name}: sizes must be {comm.size} numbers from 0, one a rank", [*of_two, 0]),
+            (ValueError, f"{name}: sizes must be {comm.size} numbers from 0", [-1] * comm.size),
+            (TypeError, f"{name}: sizes must be whole numbers", [2.0] * comm.size),
+            (ValueError, f"{name}: .*expected", [3] * comm.size),
+        ):
+            refused(error, message, collective, output, input, sizes=sizes)
+    refused(
+        ValueError,
+        f"input has 1 elements, expected 2 on rank {comm.rank}",
+        comm.all_gather,
+        every,
+        ones[:1],
+        sizes=of_two,
+    )
+    refused(ValueError, "share memory", comm.all_gather, every, every[:2], sizes=of_two)
     for error, message, call, *arguments in refusals:
         refused(error, message, call, *arguments)
     comm.barrier()

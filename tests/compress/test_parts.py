@@ -16,7 +16,8 @@ from thinwire.comm.agreement import NodeGroups, NodeLinks
 from thinwire.compress import Exchange, PacketError, make_codec
 from thinwire.compress.codecs import cut_shard, held_coordinates, least_part
 from thinwire.compress.exchange import hold_zero
-from thinwire.compress.hierarchical_exchange import HierarchicalExchange
+from thinwire.compress.hierarchical_exchange import HierarchicalExchange, make_exchange
+from thinwire.compress.light_exchanges import ExchangeFromOwners, ExchangeToOwners
 
 BLOCK = 64
 WHOLE = 1 << 40
@@ -93,6 +94,72 @@ def test_parts_change_no_bit_over_nodes(node_of: list[int], numel: int, part: in
         return alike(in_parts, whole)
 
     assert threads.run(body, len(node_of)) == [True] * len(node_of)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    node_of=st.sampled_from([[0], [0, 1], [0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 1, 1], [0, 1, 0, 1]]),
+    data=st.data(),
+    part=st.integers(1, 700),
+    codec=st.sampled_from([*CODECS, "fp8"]),
+    kind=st.sampled_from([Exchange, ExchangeToOwners, ExchangeFromOwners]),
+    seed=st.integers(0, 2**31),
+)
+def test_padding_that_stays_behind_changes_no_bit(
+    node_of: list[int], data: st.DataObject, part: int, codec: str, kind: type[Exchange], seed: int
+) -> None:
+    """Of shards that are filled unlike, some not at all; and not a byte of it travels."""
+    size = len(node_of)
+    filled = data.draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
+    shard = max(1, *filled, 0) * BLOCK
+    held = torch.cat([torch.arange(shard) < one * BLOCK for one in filled])
+
+    def body(comm: Communicator) -> tuple[bool, int]:
+        links = NodeLinks(comm, NodeGroups.of(node_of)) if 1 < len(set(node_of)) < size else None
+        over = comm if links is None else links.between
+        rank = comm.rank if links is None or links.lane is None else links.lane * links.num_nodes + links.node
+        seen, sent = [], []
+        for trims in (False, True):
+            options = {"part": part, "filled": [one * BLOCK for one in filled] if trims else None}
+            exchange = make_exchange(kind, comm, links, held.numel(), make_codec(codec, BLOCK), **options)
+            before = over.traffic.bytes_sent
+            seen.append([])
+            for step, vector in enumerate(draws(held.numel(), 3, seed, comm.rank)):
+                vector = torch.where(held, vector, 0.0)
+                own = vector[rank * shard :][:shard]
+                seen[-1] += one_way(exchange, own if kind is ExchangeFromOwners else vector, step)
+            sent.append(over.traffic.bytes_sent - before)
+        assert sent[1] <= sent[0]
+        return alike(*seen), sent[1]
+
+    found = threads.run(body, size)
+    assert all(same for same, _ in found)
+    if len(set(node_of)) == size:
+        cuts = cut_shard(shard, BLOCK, part)
+        in_parts = [[min(max(one * BLOCK - cut.start, 0), cut.stop - cut.start) for cut in cuts] for one in filled]
+        packets = sum(make_codec(codec, BLOCK).packet_bytes(one) for of_shard in in_parts for one in of_shard)
+        assert sum(sent for _, sent in found) == 3 * (2 if kind is Exchange else 1) * (size - 1) * packets
+
+
+def one_way(exchange: Exchange, vector: Tensor, step: int) -> list[Tensor | None]:
+    """What a step brings, and the residuals after it, whichever legs the exchange has."""
+    if isinstance(exchange, ExchangeToOwners):
+        exchange.payload.copy_(vector)
+        exchange.start(step)
+        exchange.advance()
+        brought = exchange.average_of_own
+    elif isinstance(exchange, ExchangeFromOwners):
+        exchange.start_from_owners(vector.clone(), step)
+        exchange.wait()
+        brought = torch.empty_like(exchange.payload)
+        exchange.read(brought)
+    else:
+        brought = exchange.average(vector, step)
+    exchange.outcome()
+    exchange.commit()
+    return [
+        None if one is None else one.clone() for one in (brought, exchange.worker_residual, exchange.owner_residual)
+    ]
 
 
 @on_threads(3)

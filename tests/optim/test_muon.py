@@ -275,6 +275,18 @@ def test_directions_that_nothing_would_carry_are_refused(options: dict[str, Any]
     refused(ValueError, "low_rank=2 needs codec=", ShardedOptimizer, make_marked().parameters(), **{**given, **options})
 
 
-def test_matrices_too_few_for_the_ranks_are_said_to_send_padding() -> None:
-    with pytest.warns(RuntimeWarning, match=r"sends 4.0 times its matrices' bits"):
-        threads.run(lambda comm: build(nn.Linear(256, 256), comm), 4)
+def test_matrices_too_few_for_the_ranks_are_said_to_keep_them_waiting() -> None:
+    """Of four ranks three have nothing of the one matrix, and get none of it in leg 1."""
+
+    def body(comm: Communicator) -> int:
+        model = nn.Linear(256, 256, bias=False)
+        optimizer = build(model, comm, codec="sign1", low_rank=1)
+        before = optimizer.bytes_sent
+        model(torch.ones(1, 256)).sum().backward()
+        optimizer.step()
+        return optimizer.bytes_sent - before
+
+    with pytest.warns(RuntimeWarning, match=r"wait for one with 4.0 times its share of the matrices"):
+        owner, *others = threads.run(body, 4)
+    packet, directions, headers = 16 + 1024 * (4 + 8), 2 * (256 + 256), 3 * 16
+    assert set(others) == {packet + directions + 2 * 16 + headers + (owner - 3 * packet - headers)}

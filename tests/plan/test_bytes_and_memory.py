@@ -121,13 +121,16 @@ def test_every_optimizer_of_the_registry(algorithm: str, stage: int, dtype, by_n
             between.append(optimizer.bytes_sent_between_nodes)
         return [after - before for before, after in itertools.pairwise(sent)], held, between[5] - between[4]
 
-    (sent, held, between), *_ = threads.run(rank, len(nodes))
+    found = threads.run(rank, len(nodes))
+    sent = [sum(of_ranks) / len(found) for of_ranks in zip(*(one for one, _, _ in found), strict=True)]
+    held = found[0][1]
     run = Schedule(100, 0.5, bucket_bytes=bucket_bytes, resync_interval=10**9)
     prediction = predict(Workload(MODEL, 0.1, 0.2, dtype=dtype), cluster, method, run)
     first, *_ = prediction.phases.values()
     compressed = prediction.phases["1-bit gradients" if entry.local_steps else [*prediction.phases][-1]]
     assert sent[1] == pytest.approx(first.bytes_sent, rel=0.02)
     assert sent[5] == pytest.approx(compressed.bytes_sent, rel=0.02)
+    between = sum(one for _, _, one in found) / len(found)
     assert between * cluster.ranks_per_node == pytest.approx(compressed.bytes_between, rel=0.02)
     moments = [(0.0, 5, 0.05)]
     if stage == 0 and entry.freeze_option and not entry.local_steps:
@@ -156,8 +159,8 @@ def test_bytes_and_memory_of_muon_by_node() -> None:
     method = Method("onebit-muon", hierarchical=True)
     prediction = predict(Workload(MODEL, 0.1, 0.2), ethernet(2, 2), method)
     step = prediction.average
-    assert found[0][0] == pytest.approx(step.bytes_sent, rel=0.02)
-    assert sum(between for _, between, _ in found[:2]) == pytest.approx(step.bytes_between, rel=0.02)
+    assert sum(sent for sent, _, _ in found) / 4 == pytest.approx(step.bytes_sent, rel=0.02)
+    assert sum(between for _, between, _ in found) / 2 == pytest.approx(step.bytes_between, rel=0.02)
     assert found[0][2] == pytest.approx(prediction.memory_bytes - prediction.memory["gradients"], rel=0.05)
 
 

@@ -30,6 +30,7 @@ def test_every_parameter_lies_in_one_place(numels, world_size, block_size, bucke
             offset += slot.numel
         assert layout.numel == offset <= layout.padded_numel == world_size * layout.shard
         assert layout.shard % block_size == 0
+        assert sum(layout.filled) == -(-layout.numel // block_size) * block_size
         assert layout.numel <= bucket_numel or sum(slot.numel > 0 for slot in layout.slots) == 1
 
 
@@ -48,6 +49,8 @@ def test_every_whole_parameter_has_one_owner(numels, world_size, block_size, buc
             assert len(owners) <= 1
             assert not any(filled[slot.offset : slot.offset + slot.numel])
             filled[slot.offset : slot.offset + slot.numel] = [True] * slot.numel
+        shards = [filled[first : first + layout.shard] for first in range(0, layout.numel, layout.shard)]
+        assert [-(-sum(one) // block_size) * block_size for one in shards] == layout.filled, "gaps lie at shards' ends"
         for gap in layout.gaps:
             assert not any(filled[gap])
             filled[gap] = [True] * (gap.stop - gap.start)

@@ -9,7 +9,7 @@ other ranks' alarms, and good errors.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -18,6 +18,11 @@ from torch import Tensor
 from thinwire.comm.errors import CommunicationError
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
+Sizes = Sequence[int] | None
+"""Of the chunk that each rank gets in an all-to-all, or gives in an all-gather; None where all are equal."""
+
+_LONGEST_AMOUNT = 160
+"""Of what names a call, which has to fit where ranks tell each other of theirs."""
 
 _REDUCIBLE = (
     torch.float32,
@@ -44,26 +49,59 @@ def check_tensor(collective: str, name: str, tensor: Tensor) -> None:
         )
 
 
-def check_pair(collective: str, output: Tensor, input: Tensor, output_numel: int, own: int | None = None) -> None:
-    """Check an output and an input: both dense and contiguous, one dtype, one device, ``output_numel``, and no memory
-    in common, unless the input is chunk ``own`` of the output."""
+def check_chunks(collective: str, output: Tensor, input: Tensor, sizes: Sizes, rank: int, ranks: int) -> None:
+    """Check output and input of an all-to-all or all-gather of ``ranks`` chunks, equal ones or of ``sizes``: both dense
+    and contiguous, one dtype, one device, and no memory in common, but for the input that is its equal chunk of the
+    output of an all-gather."""
     check_tensor(collective, "output", output)
     check_tensor(collective, "input", input)
     if output.dtype != input.dtype:
         raise TypeError(f"{collective}: output is {output.dtype} but input is {input.dtype}; use one dtype")
     if output.device != input.device:
         raise ValueError(f"{collective}: output is on {output.device} but input is on {input.device}")
+    gathers = collective == "all_gather"
+    if sizes is None:
+        output_numel, told = (ranks if gathers else 1) * input.numel(), f"for an input of {input.numel()}"
+    else:
+        input_numel, output_numel = _numels_of(collective, sizes, rank, ranks)
+        told = f"on rank {rank} for sizes {sizes!r}"
+        if input.numel() != input_numel:
+            raise ValueError(f"{collective}: input has {input.numel()} elements, expected {input_numel} {told}")
     if output.numel() != output_numel:
+        raise ValueError(f"{collective}: output has {output.numel()} elements, expected {output_numel} {told}")
+    if sizes is None and not gathers and input.numel() % ranks:
         raise ValueError(
-            f"{collective}: output has {output.numel()} elements, expected {output_numel} "
-            f"for an input of {input.numel()}"
+            f"{collective}: {input.numel()} elements do not divide among {ranks} ranks; pad them to a multiple"
         )
     if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
-        if own is not None and input.data_ptr() == output.data_ptr() + own * input.nbytes:
+        if gathers and sizes is None and input.data_ptr() == output.data_ptr() + rank * input.nbytes:
             return
         first_end = min(one.data_ptr() + one.nbytes for one in (output, input))
         if max(output.data_ptr(), input.data_ptr()) < first_end:
             raise ValueError(f"{collective}: output and input share memory; give it two separate tensors")
+
+
+def _numels_of(collective: str, sizes: Sequence[int], rank: int, ranks: int) -> tuple[int, int]:
+    """Elements of a rank's input and output in chunks of ``sizes``."""
+    if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
+        raise TypeError(f"{collective}: sizes must be whole numbers of elements, not {sizes!r}")
+    if len(sizes) != ranks or min(sizes) < 0:
+        raise ValueError(f"{collective}: sizes must be {ranks} numbers from 0, one a rank, not {sizes!r}")
+    every, own = sum(sizes), sizes[rank]
+    return (own, every) if collective == "all_gather" else (every, ranks * own)
+
+
+def cut(tensor: Tensor, sizes: Sizes, ranks: int) -> Sequence[Tensor]:
+    """The chunks of a flat tensor: of ``sizes``, or so many equal ones."""
+    return tensor.chunk(ranks) if sizes is None else torch.split(tensor, list(sizes))
+
+
+def amount(tensor: Tensor, sizes: Sizes = None) -> str:
+    """How much a collective carries, in words that are the same on every rank."""
+    numbers = str(tensor.numel()) if sizes is None else "+".join(map(str, sizes))
+    if len(numbers) > _LONGEST_AMOUNT and sizes is not None:
+        numbers = f"{sum(sizes)} in {len(sizes)} chunks"
+    return f"{numbers} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def check_reduction(tensor: Tensor, op: str) -> None:

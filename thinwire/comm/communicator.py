@@ -21,12 +21,14 @@ from thinwire.comm.collectives import (
     Finishing,
     Pending,
     ReduceOp,
+    Sizes,
     Staging,
     Traffic,
     Work,
+    amount,
     bring_to_host,
     byte_view,
-    check_pair,
+    check_chunks,
     check_rank,
     check_reduction,
     check_tensor,
@@ -46,7 +48,7 @@ _COMPLETED = Work()
 _LIVING: WeakSet[Communicator] = WeakSet()
 
 Start = Callable[[Call], Pending]
-StartMove = Callable[[Call, Tensor, Tensor], Pending]  # output and input
+Move = Callable[[Call, Tensor, Tensor, Sizes], Pending]  # output and input, and bytes of unequal chunks
 
 _LONGEST = (1 << 32) - 1
 _PURPOSE = 96
@@ -93,32 +95,24 @@ class Communicator(ABC):
         made: Communicator = provided("communicators of groups").communicator_of(group, timeout)
         return made
 
-    def all_to_all(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> Work:
-        """Send chunk j of ``input`` to rank j; chunk i of ``output`` is what rank i sent here.
+    def all_to_all(self, output: Tensor, input: Tensor, *, sizes: Sizes = None, async_op: bool = False) -> Work:
+        """Send chunk j of ``input`` to rank j; chunk i of ``output`` is what rank i sent here. Chunks are equal, or of
+        ``sizes`` elements by the rank that gets them, the same on every rank."""
+        check_chunks("all_to_all", output, input, sizes, self.rank, self.size)
+        return self._move("all_to_all", self._start_all_to_all, output, input, async_op, sizes=sizes)
 
-        Both have the same number of elements, a multiple of ``size``, and the same dtype.
-        """
-        check_pair("all_to_all", output, input, input.numel())
-        if input.numel() % self.size:
-            raise ValueError(
-                f"all_to_all: {input.numel()} elements do not divide among {self.size} ranks; pad them to a multiple"
-            )
-        return self._move("all_to_all", self._start_all_to_all, output, input, async_op)
-
-    def all_gather(self, output: Tensor, input: Tensor, *, async_op: bool = False) -> Work:
-        """Concatenate the ``input`` of all ranks, in rank order, in ``output`` (``size`` times as long).
-
-        ``input`` may be chunk ``rank`` of ``output`` itself, which is then not copied.
-        """
-        check_pair("all_gather", output, input, self.size * input.numel(), self.rank)
-        return self._move("all_gather", self._start_all_gather, output, input, async_op)
+    def all_gather(self, output: Tensor, input: Tensor, *, sizes: Sizes = None, async_op: bool = False) -> Work:
+        """Concatenate the ``input`` of all ranks, in rank order, in ``output``. Inputs are equal, and may then be chunk
+        ``rank`` of ``output`` itself, which is not copied; or of ``sizes`` elements by rank, the same on every rank."""
+        check_chunks("all_gather", output, input, sizes, self.rank, self.size)
+        return self._move("all_gather", self._start_all_gather, output, input, async_op, sizes=sizes)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Work:
         """Copy ``tensor`` of rank ``root`` into ``tensor`` of every rank."""
         check_tensor("broadcast", "tensor", tensor)
         check_rank("broadcast", root, self.size)
 
-        def start(call: Call, output: Tensor, _: Tensor) -> Pending:
+        def start(call: Call, output: Tensor, *_: object) -> Pending:
             return self._start_broadcast(call, output, root)
 
         return self._move("broadcast", start, tensor, tensor, async_op, f" from rank {self.global_ranks[root]}")
@@ -136,7 +130,7 @@ class Communicator(ABC):
         if self.size == 1:
             return self._complete_alone("all_reduce", flat, flat)
         host, arrived = bring_to_host(flat) if self._needs_staging(flat.device, reduction=True) else (flat, None)
-        signature = f"all_reduce({op}) of {_amount(tensor)}"
+        signature = f"all_reduce({op}) of {amount(tensor)}"
 
         def start(call: Call) -> Pending:
             pending = self._start_all_reduce(call, host, wire_op)
@@ -207,12 +201,12 @@ class Communicator(ABC):
             self._release()
 
     @abstractmethod
-    def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
-        """Start an all-to-all of flat uint8 tensors."""
+    def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor, sizes: Sizes) -> Pending:
+        """Start an all-to-all of flat uint8 tensors, of equal chunks or ``sizes``."""
 
     @abstractmethod
-    def _start_all_gather(self, call: Call, output: Tensor, input: Tensor) -> Pending:
-        """Start an all-gather of flat uint8 tensors."""
+    def _start_all_gather(self, call: Call, output: Tensor, input: Tensor, sizes: Sizes) -> Pending:
+        """Start an all-gather of flat uint8 tensors, equal ones or of ``sizes``."""
 
     @abstractmethod
     def _start_broadcast(self, call: Call, tensor: Tensor, root: int) -> Pending:
@@ -263,7 +257,7 @@ class Communicator(ABC):
         return everyone.cpu()
 
     def _move(
-        self, name: str, start: StartMove, output: Tensor, input: Tensor, async_op: bool, detail: str = ""
+        self, name: str, start: Move, output: Tensor, input: Tensor, async_op: bool, more: str = "", sizes: Sizes = None
     ) -> Work:
         """Issue a collective that only moves bytes, so that any dtype travels on any backend."""
         if self.size == 1:
@@ -276,13 +270,17 @@ class Communicator(ABC):
         else:
             wire_target = torch.empty_like(target, device="cpu", pin_memory=True) if staged else target
 
+        chunks = None if sizes is None else [one * input.element_size() for one in sizes]
+        sent = None if chunks is None or name == "all_gather" else source.nbytes - chunks[self.rank]
+
         def begin(call: Call) -> Pending:
-            pending = start(call, wire_target, wire_source)
+            pending = start(call, wire_target, wire_source, chunks)
             if staged:
                 return Finishing(pending, lambda: target.copy_(wire_target, non_blocking=True))
             return pending
 
-        return self._issue(name, f"{name}{detail} of {_amount(input)}", source.nbytes, begin, async_op, arrived)
+        signature = f"{name}{more} of {amount(input, sizes)}"
+        return self._issue(name, signature, source.nbytes, begin, async_op, arrived, sent)
 
     def _complete_alone(self, name: str, output: Tensor, input: Tensor) -> Work:
         """Carry out a collective of the only rank there is: nothing is sent."""
@@ -296,9 +294,17 @@ class Communicator(ABC):
         return _COMPLETED
 
     def _issue(
-        self, name: str, signature: str, nbytes: int, start: Start, async_op: bool, arrived: torch.Event | None = None
+        self,
+        name: str,
+        signature: str,
+        nbytes: int,
+        start: Start,
+        async_op: bool,
+        arrived: torch.Event | None = None,
+        sent: int | None = None,
     ) -> Work:
-        """Start a collective; one whose tensors are staged when they have ``arrived``, and before any later one."""
+        """Start a collective; one whose tensors are staged when they have ``arrived``, and before any later one.
+        ``sent``: bytes to count, if they do not follow from the input's."""
         self._raise_earlier_failure()
         self._sequence += 1
         call = Call(self._sequence, signature)
@@ -314,7 +320,7 @@ class Communicator(ABC):
             self._staging.begin_all()
             with _Failures(self, call):
                 pending = start(call)
-        self.traffic.add(name, sent_bytes(name, nbytes, self.size))
+        self.traffic.add(name, sent_bytes(name, nbytes, self.size) if sent is None else sent)
         work = Work(pending, partial(self._wait, call))
         if async_op:
             self._leave_in_flight()
@@ -324,8 +330,7 @@ class Communicator(ABC):
 
     def _wait(self, call: Call, pending: Pending, timeout: float | None) -> None:
         """Wait for a transfer of ``call``, for ``timeout`` seconds or, with None, for the communicator's own."""
-        if self._failure is not None:
-            self._raise_earlier_failure()
+        self._raise_earlier_failure()
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
         while True:
@@ -393,7 +398,3 @@ class _Failures:
             self._communicator._failure = error
         elif isinstance(error, self._communicator._transport_errors):
             raise self._communicator._fail(self._call, cause=error) from error
-
-
-def _amount(tensor: Tensor) -> str:
-    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"

@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from types import TracebackType
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.comm.collectives import Pending, ReduceOp
+from thinwire.comm.collectives import Pending, ReduceOp, Sizes, cut
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.errors import ROLL_CALL_SECONDS, Call, RollCall
 from thinwire.comm.mpi_progress import SLEEP_SECONDS, Progress, Transfer
@@ -87,15 +87,20 @@ class MPICommunicator(Communicator):
         self._in_flight: set[Transfer] = set()
         self._tokens: list[MPI.Request] = []
 
-    def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
-        chunk = input.nbytes // self.size
+    def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor, sizes: Sizes) -> Pending:
+        chunk = max(sizes or [input.nbytes // self.size])
         if self._streams_would_meet(chunk):
-            return self._start_rounds(call, output, list(input.chunk(self.size)))
-        return self._start_blocks(chunk, self._comm.Ialltoall, input, output)
+            return self._start_rounds(call, output.chunk(self.size), cut(input, sizes, self.size))
+        if sizes is None:
+            return self._start_blocks(chunk, self._comm.Ialltoall, input, output)
+        received = [sizes[self.rank]] * self.size
+        return self._start_unequal(self._comm.Ialltoallv, sizes, (input, sizes), (output, received))
 
-    def _start_all_gather(self, call: Call, output: Tensor, input: Tensor) -> Pending:
-        if self._streams_would_meet(input.nbytes):
-            return self._start_rounds(call, output, [input] * self.size)
+    def _start_all_gather(self, call: Call, output: Tensor, input: Tensor, sizes: Sizes) -> Pending:
+        if self._streams_would_meet(max(sizes or [input.nbytes])):
+            return self._start_rounds(call, cut(output, sizes, self.size), [input] * self.size)
+        if sizes is not None:
+            return self._start_unequal(self._comm.Iallgatherv, sizes, (input, [input.nbytes]), (output, sizes))
         if input.data_ptr() == output.data_ptr() + self.rank * input.nbytes:
             return self._start_blocks(input.nbytes, partial(self._comm.Iallgather, MPI.IN_PLACE), output)
         return self._start_blocks(input.nbytes, self._comm.Iallgather, input, output)
@@ -129,16 +134,26 @@ class MPICommunicator(Communicator):
         block.Free()
         return self._track([request], *tensors)
 
+    def _start_unequal(
+        self, start: Callable[..., MPI.Request], sizes: Sequence[int], *sides: tuple[Tensor, Sequence[int]]
+    ) -> Pending:
+        """Start a transfer of ``sizes`` bytes by rank: on each side a tensor, and the bytes of its chunks, in order."""
+        if self.size * max(sizes) > _LARGEST_COUNT:
+            raise ValueError(f"MPI counts no more than {_LARGEST_COUNT} bytes of unequal chunks: send them in parts")
+        tensors = [one for one, _ in sides]
+        _await_streams(*tensors)
+        return self._track([start(*([address(one), list(counts), MPI.BYTE] for one, counts in sides))], *tensors)
+
     def _streams_would_meet(self, nbytes: int) -> bool:
         """Whether messages of so many bytes to every other rank go in rounds."""
         return self._rounds is not None and self.size > 2 and nbytes >= LEAST_CHUNK_BYTES
 
-    def _start_rounds(self, call: Call, output: Tensor, sent: list[Tensor]) -> Pending:
+    def _start_rounds(self, call: Call, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Pending:
         assert self._rounds is not None
-        _await_streams(output, *sent[:1])
+        _await_streams(*received[:1], *sent[:1])
         # Ranks at different calls must not take each other's messages: they find out when their time is over.
-        exchange = self._rounds.start(output.chunk(self.size), sent, zlib.crc32(call.encode()) & _LARGEST_TAG)
-        return Transfer(exchange.test, (output, sent[0]), self._in_flight, self._progress, short=False)
+        exchange = self._rounds.start(received, sent, zlib.crc32(call.encode()) & _LARGEST_TAG)
+        return Transfer(exchange.test, (received[0], sent[0]), self._in_flight, self._progress, short=False)
 
     def _track(self, requests: list[MPI.Request], *tensors: Tensor) -> Pending:
         return Transfer(partial(MPI.Request.Testall, requests), tensors, self._in_flight, self._progress)

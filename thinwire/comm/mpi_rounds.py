@@ -58,8 +58,8 @@ class Rounds:
     def start(self, received: Sequence[Tensor], sent: Sequence[Tensor], tag: int) -> LargeExchange:
         """Start to send ``sent[i]`` to rank i and to receive ``received[i]`` from it, at least two ranks.
 
-        All are contiguous bytes, equally many and not none, and must outlive the exchange. ``tag``: the same on all
-        ranks, another than that of exchanges that these could be taken for.
+        All are contiguous bytes, not all of them none, and must outlive the exchange. ``tag``: the same on all ranks,
+        another than that of exchanges that these could be taken for.
         """
         rank = self._comm.Get_rank()
         received[rank].copy_(sent[rank])
@@ -127,7 +127,7 @@ class LargeExchange:
         self._rounds = rounds
         self._received, self._sent = received, sent
         self._tag = tag
-        self._pieces = -(-sent[0].nbytes // _PIECE)
+        self._pieces = -(-max(one.nbytes for one in (*received, *sent)) // _PIECE)  # of the largest on any rank
         self.total = self._pieces * (len(sent) - 1)
         self.begun = self.ended = 0  # pieces
 

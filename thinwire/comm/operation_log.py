@@ -245,17 +245,15 @@ class LoggedCommunicator(Communicator):
         return work
 
     @override
-    def _issue(
-        self, name: str, signature: str, nbytes: int, start: Start, async_op: bool, arrived: torch.Event | None = None
-    ) -> Work:
+    def _issue(self, name: str, signature: str, nbytes: int, start: Start, *options: Any, **named: Any) -> Work:
         end = self.log.begin(name, nbytes, self)
         if end is None:
-            return super()._issue(name, signature, nbytes, start, async_op, arrived)
+            return super()._issue(name, signature, nbytes, start, *options, **named)
 
         def begin(call: Call) -> Pending:
             return Finishing(start(call), end)
 
-        return super()._issue(name, signature, nbytes, begin, async_op, arrived)
+        return super()._issue(name, signature, nbytes, begin, *options, **named)
 
     _start_all_to_all = _of_inner("_start_all_to_all")
     _start_all_gather = _of_inner("_start_all_gather")

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.comm.collectives import Sizes, cut
 from thinwire.comm.errors import CommunicationError
 
 LEAST_CHUNK_BYTES = 64 << 10
@@ -49,13 +50,12 @@ class Pairwise:
             self._waiting.put(None)
             self._thread.join(_EXIT_SECONDS)
 
-    def start(self, collective: Callable[..., None], output: Tensor, input: Tensor) -> _Turn:
-        """Start `all_to_all` or `all_gather` below, of flat tensors; the larger one has as many equal chunks as there
-        are ranks."""
+    def start(self, collective: Callable[..., None], output: Tensor, input: Tensor, sizes: Sizes) -> _Turn:
+        """Start `all_to_all` or `all_gather` below, of flat tensors: of equal chunks, or of `sizes` by rank."""
         tag = self._tags[self._started % len(self._tags)]
         turn = _Turn()
         self._started += 1
-        self._waiting.put((turn, partial(collective, self._group, output, input, tag)))
+        self._waiting.put((turn, partial(collective, self._group, output, input, tag, sizes)))
         if self._thread is None:
             # A daemon, as a process that gives up on its peers must be able to end.
             self._thread = threading.Thread(
@@ -77,10 +77,10 @@ class _Turn(Future[None]):
         return True
 
 
-def all_to_all(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int) -> None:
+def all_to_all(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int, sizes: Sizes) -> None:
     """In rounds: in round k every rank sends to the one k places on, and receives from the one k places back."""
     rank, size = group.rank(), group.size()
-    received, sent = output.chunk(size), input.chunk(size)
+    received, sent = output.chunk(size), cut(input, sizes, size)
     received[rank].copy_(sent[rank])
     for distance in range(1, size):
         to, source = (rank + distance) % size, (rank - distance) % size
@@ -91,11 +91,11 @@ def all_to_all(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int
         leaving.wait()
 
 
-def all_gather(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int) -> None:
+def all_gather(group: dist.ProcessGroup, output: Tensor, input: Tensor, tag: int, sizes: Sizes) -> None:
     """In a ring: every rank passes on to the next what it receives from the one before. All is asked for at once, as it
     comes one after another."""
     rank, size = group.rank(), group.size()
-    chunks = output.chunk(size)
+    chunks = cut(output, sizes, size)
     if chunks[rank].data_ptr() != input.data_ptr():
         chunks[rank].copy_(input)
     in_order = [chunks[(rank - distance) % size] for distance in range(size)]

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.comm.collectives import Pending, ReduceOp, check_timeout
+from thinwire.comm.collectives import Pending, ReduceOp, Sizes, check_timeout
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.errors import Call, CommunicationError, RollCall, name_ranks
 
@@ -211,11 +211,11 @@ class ThreadCommunicator(Communicator):
         super().__init__(rank, len(group.members), backend, timeout)
         self._group, self.global_ranks = group, group.members
 
-    def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
-        return self._meet(call, output, input, _all_to_all)
+    def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor, sizes: Sizes) -> Pending:
+        return self._meet(call, output, input, partial(_all_to_all, sizes=sizes))
 
-    def _start_all_gather(self, call: Call, output: Tensor, input: Tensor) -> Pending:
-        return self._meet(call, output, input, _all_gather)
+    def _start_all_gather(self, call: Call, output: Tensor, input: Tensor, sizes: Sizes) -> Pending:
+        return self._meet(call, output, input, partial(_all_gather, sizes=sizes))
 
     def _start_broadcast(self, call: Call, tensor: Tensor, root: int) -> Pending:
         return self._meet(call, tensor, tensor, partial(_broadcast, root=root))
@@ -258,19 +258,18 @@ def _mark_stream(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-def _all_to_all(parts: list[_Part]) -> None:
+def _all_to_all(parts: list[_Part], sizes: Sizes) -> None:
     size = len(parts)
-    inputs = [part.input.view(size, part.input.numel() // size) for part in parts]
+    inputs = [one.input.chunk(size) if sizes is None else torch.split(one.input, list(sizes)) for one in parts]
     for receiver, part in enumerate(parts):
-        chunks = part.output.view(size, part.output.numel() // size)
-        for sender, chunk in enumerate(chunks):
+        for sender, chunk in enumerate(part.output.chunk(size)):
             chunk.copy_(inputs[sender][receiver])
 
 
-def _all_gather(parts: list[_Part]) -> None:
+def _all_gather(parts: list[_Part], sizes: Sizes) -> None:
     for part in parts:
-        chunks = part.output.view(len(parts), part.input.numel())
-        for chunk, sender in zip(chunks, parts, strict=True):
+        every = part.output.chunk(len(parts)) if sizes is None else torch.split(part.output, list(sizes))
+        for chunk, sender in zip(every, parts, strict=True):
             chunk.copy_(sender.input)
 
 

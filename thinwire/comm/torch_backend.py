@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from thinwire.comm.attendance import Attendance, attend, attendance_of, within
-from thinwire.comm.collectives import Pending, ReduceOp
+from thinwire.comm.collectives import Pending, ReduceOp, Sizes
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.errors import ROLL_CALL_SECONDS, Call, CommunicationError, RollCall
 from thinwire.comm.pairwise import LEAST_CHUNK_BYTES, Pairwise, all_gather, all_to_all
@@ -124,15 +124,23 @@ class TorchCommunicator(Communicator):
         self._let_go = weakref.finalize(self, wiring.let_go)
         self._roll = PrefixStore(f"{wiring.path}/roll", wiring.store)
 
-    def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor) -> Pending:
-        if self._takes_turns(input, input.nbytes // self.size):
-            return self._pairwise.start(all_to_all, output, input)
-        return _pending(output, dist.all_to_all_single(output, input, group=self._group, async_op=True))
+    def _start_all_to_all(self, call: Call, output: Tensor, input: Tensor, sizes: Sizes) -> Pending:
+        if self._takes_turns(input, max(sizes or [input.nbytes // self.size])):
+            return self._pairwise.start(all_to_all, output, input, sizes)
+        received = None if sizes is None else [sizes[self.rank]] * self.size
+        return self._exchange(output, input, received, sizes)
 
-    def _start_all_gather(self, call: Call, output: Tensor, input: Tensor) -> Pending:
-        if self._takes_turns(input, input.nbytes):
-            return self._pairwise.start(all_gather, output, input)
+    def _start_all_gather(self, call: Call, output: Tensor, input: Tensor, sizes: Sizes) -> Pending:
+        if self._takes_turns(input, max(sizes or [input.nbytes])):
+            return self._pairwise.start(all_gather, output, input, sizes)
+        if sizes is not None:  # torch gathers equal ones alone
+            return self._exchange(output, input.repeat(self.size), sizes, [input.numel()] * self.size)
         return _pending(output, _all_gather(output, input, group=self._group, async_op=True))
+
+    def _exchange(self, output: Tensor, input: Tensor, received: Sizes, sent: Sizes) -> Pending:
+        there, here = (None if sizes is None else list(sizes) for sizes in (sent, received))
+        work = dist.all_to_all_single(output, input, here, there, group=self._group, async_op=True)
+        return _pending(output, work)
 
     def _start_broadcast(self, call: Call, tensor: Tensor, root: int) -> Pending:
         return _pending(tensor, dist.broadcast(tensor, group=self._group, group_src=root, async_op=True))

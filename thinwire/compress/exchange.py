@@ -12,6 +12,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator, Work
 from thinwire.compress.codecs import Codec, cut_shard, least_part
+from thinwire.compress.legs import Leg, Trim
 from thinwire.compress.packet import Flags, Header, Headers, Outcome, number_headers, read_together, write_headers
 from thinwire.compress.packet_layout import HEADER_BYTES, shard_numel, valid_in_shard
 
@@ -29,15 +30,6 @@ class Division:
     shards: int
     sent: int
     own: int | None
-
-
-@dataclass(frozen=True)
-class Leg:
-    """One part's packets in flight, uint8 [packets, packet_bytes]; both tensors are in use until `work` is over."""
-
-    sent: Tensor
-    received: Tensor
-    work: Work
 
 
 @dataclass(frozen=True)
@@ -130,6 +122,7 @@ class Exchange:
         self._average: Tensor | None = None
         self._next_average: Tensor | None = None
         self._leg_1, self.brought = list[Leg](), list[Leg]()
+        self.trim: Trim | None = None
         self._passes_on_flags = False
         self._headers: list[Headers] = []
         self._expected = Header(codec.identifier, codec.block_size, bucket, step=0)
@@ -159,7 +152,10 @@ class Exchange:
                 encode(place, send, header)
             if self.numbers is not None:
                 number_headers(send, self.numbers)
-            work = self._comm.all_to_all(receive.view(-1), send.view(-1), async_op=True)
+            if self.trim is None:
+                work = self._comm.all_to_all(receive.view(-1), send.view(-1), async_op=True)
+            else:
+                work = self.trim.start(self._comm.all_to_all, number, send, receive)
             self._leg_1.append(Leg(send, receive, work))
         if not self.keeps_payload:
             self._payload = None
@@ -312,8 +308,7 @@ class Exchange:
         """Begin an exchange in which headers have to name this step and these settings."""
         self._next = None
         self._expected = Header(self.codec.identifier, self.codec.block_size, self.bucket, step, settings=settings)
-        self._headers = []
-        self._leg_1, self.brought = [], []
+        self._headers, self._leg_1, self.brought = [], [], []
 
     @property
     def next_residual(self) -> Tensor:
@@ -351,7 +346,10 @@ class Exchange:
             number_headers(send, self.numbers)
         if self._passes_on_flags:
             self._pass_on_flags(send)
-        work = self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True)
+        if self.trim is None:
+            work = self._comm.all_gather(receive.view(-1), send.view(-1), async_op=True)
+        else:
+            work = self.trim.start(self._comm.all_gather, number, send, receive)
         self.brought.append(Leg(send, receive, work))
 
     def _pass_on_flags(self, packets: Tensor) -> None:

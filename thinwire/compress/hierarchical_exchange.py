@@ -13,7 +13,8 @@ from typing_extensions import override
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.codecs import Codec
-from thinwire.compress.exchange import Adjust, Division, EncodePart, Exchange, Leg
+from thinwire.compress.exchange import Adjust, Division, EncodePart, Exchange
+from thinwire.compress.legs import Leg, Trim
 from thinwire.compress.light_exchanges import ExchangeFromOwners, ExchangeToOwners
 from thinwire.compress.packet import (
     Flags,
@@ -153,13 +154,24 @@ _BY_NODE: dict[type[Exchange], Any] = {
 
 
 def make_exchange(
-    kind: type[_Kind], comm: Communicator, links: NodeLinks | None, numel: int, codec: Codec, **options: Any
+    kind: type[_Kind],
+    comm: Communicator,
+    links: NodeLinks | None,
+    numel: int,
+    codec: Codec,
+    *,
+    filled: Sequence[int] | None = None,
+    **options: Any,
 ) -> _Kind:
     """Make an exchange of both legs, or one, over nodes where there are `links`, else over `comm`'s ranks as they are.
 
-    `options`: those of `Exchange`.
+    `filled`: elements of each shard, from its start, beyond which nothing is sent; None sends padding too. `options`:
+    those of `Exchange`.
     """
-    if links is None:
-        return kind(comm, numel, codec, **options)
-    by_node: _Kind = _BY_NODE[kind](links, numel, codec, **options)
-    return by_node
+    made: _Kind = (
+        kind(comm, numel, codec, **options) if links is None else _BY_NODE[kind](links, numel, codec, **options)
+    )
+    if filled is not None:
+        first, over = made.worker_place.start // made.shard, made._comm
+        made.trim = Trim(codec, made.parts, filled[first : first + over.size], over.rank)
+    return made

@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.compress.codecs import CastCodec, Codec, all_finite
-from thinwire.compress.exchange import Adjust, EncodePart, Exchange, Leg
+from thinwire.compress.exchange import Adjust, EncodePart, Exchange
+from thinwire.compress.legs import Leg
 from thinwire.compress.packet import Flags, Headers, write_headers
 from thinwire.compress.packet_layout import HEADER_BYTES, leading_rank
 
@@ -199,24 +200,23 @@ class LeadingDirections:
         """`matrices`: offsets in [comm.size, shard], and shapes, of which dimensions beyond the first count as one."""
         self._comm = comm
         self._factors: list[_Factors] = []
-        filled = [0] * comm.size
+        self._widths = [0] * comm.size
         for offset, (rows, *others) in matrices:
             columns = math.prod(others)
             if rank := leading_rank(rows, columns, low_rank):
                 owner, first = divmod(offset, shard)
-                middle = filled[owner] + rows * rank
-                left, right = slice(filled[owner], middle), slice(middle, middle + columns * rank)
+                middle = self._widths[owner] + rows * rank
+                left, right = slice(self._widths[owner], middle), slice(middle, middle + columns * rank)
                 place = slice(first, first + rows * columns)
                 self._factors.append(_Factors(owner, place, (rows, columns), rank, left, right))
-                filled[owner] = right.stop
-        self._width = max(filled)
+                self._widths[owner] = right.stop
         widest = max((one.shape[1] for one in self._factors), default=0)
         self._start = torch.randn(low_rank, widest, generator=torch.Generator().manual_seed(0)).to(device)
         self._leg: Leg | None = None
 
     def take_and_send(self, values: Tensor) -> None:
         """Take them out of `values`, fp32 [comm.size, shard], whose rows are for the owners, and send them."""
-        if not self._width:
+        if not self._factors:
             return
         matrices = [values[one.owner, one.matrix].view(one.shape) for one in self._factors]
         bases = [self._start[: one.rank, : one.shape[1]] for one in self._factors]
@@ -224,14 +224,16 @@ class LeadingDirections:
         for _ in range(_ITERATIONS):
             bases = _orthonormal([basis @ matrix for matrix, basis in zip(matrices, bases, strict=True)])
             bases = _orthonormal([basis @ matrix.T for matrix, basis in zip(matrices, bases, strict=True)])
-        send = values.new_zeros(len(values), self._width, dtype=torch.bfloat16)
+        send = values.new_empty(sum(self._widths), dtype=torch.bfloat16)
+        for_owners = torch.split(send, self._widths)
         for one, matrix, basis in zip(self._factors, matrices, bases, strict=True):
-            send[one.owner, one.left] = basis.reshape(-1)
-            send[one.owner, one.right] = (basis @ matrix).reshape(-1)
-            left, right = self._read(send[one.owner : one.owner + 1], one)
+            packet = for_owners[one.owner]
+            packet[one.left] = basis.reshape(-1)
+            packet[one.right] = (basis @ matrix).reshape(-1)
+            left, right = self._read(packet[None], one)
             matrix.addmm_(left.T, right, alpha=-1)
-        received = torch.empty_like(send)
-        work = self._comm.all_to_all(received.view(torch.uint8), send.view(torch.uint8), async_op=True)
+        received = send.new_empty(self._comm.size, self._widths[self._comm.rank])
+        work = self._comm.all_to_all(received, send, sizes=self._widths, async_op=True)
         self._leg = Leg(send, received, work)
 
     def add_mean(self, average: Tensor) -> None:

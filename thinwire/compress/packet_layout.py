@@ -71,6 +71,15 @@ def codec_packet_bytes(codec: CodecName, shard: int, block_size: int = DEFAULT_B
     return packet_bytes(codec, shard, scale_block(codec, block_size))
 
 
+def filled_bytes(codec: CodecName, shard: int, filled: int, block_size: int) -> list[slice]:
+    """What of a packet of `shard` elements its first `filled`, whole blocks, take: together, their own packet."""
+    if codec in VALUE_BYTES:
+        return [slice(0, HEADER_BYTES + filled * VALUE_BYTES[codec])]
+    block = scale_block(codec, block_size)
+    codes = codes_offset(codec, shard, block)
+    return [slice(0, codes_offset(codec, filled, block)), slice(codes, codes + filled * CODE_BITS[codec] // 8)]
+
+
 @functools.cache
 def check_codec(codec: str) -> None:
     """Raise ValueError for a codec that has no kernels."""

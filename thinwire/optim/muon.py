@@ -210,7 +210,9 @@ def _tensor(one: Any) -> Tensor:
     return tensor
 
 
-_MOST_PADDING = 1.5
+_MOST_SHARE = 1.5
+"""Of the matrices, as a multiple of an owner's mean, that goes without a warning."""
+
 _Codecs = BlockCodecName | tuple[BlockCodecName, BlockCodecName]
 """Of gradients, and of what comes back."""
 
@@ -310,23 +312,23 @@ class OneBitMuon(ShardedOptimizer):
             **{**rates, **matrices, **rest, **sent},
         )
         self.stage = stage
-        self._warn_of_padding()
+        self._warn_of_unlike_shares()
         self._savings = SavingsReport(self, comm, recipe=None, uncompressed=self._home.uncompressed_step_bytes)
 
     frozen = True
     """Every step is compressed."""
 
-    def _warn_of_padding(self) -> None:
-        """Warn if owners have so unlike shares of the matrices that much of what is sent is padding."""
+    def _warn_of_unlike_shares(self) -> None:
+        """Warn if owners have so unlike shares of the matrices that all wait for those with most."""
         assert isinstance(self._home, ShardedHome)
         layouts = [one.layout for one in self._home._parameters.buckets if one.layout.whole]
         held = sum(slot.numel + one.block_size * self.comm.size for one in layouts for slot in one.slots)
         times = sum(one.padded_numel for one in layouts) / held if held else 1.0
-        if self.comm.rank == 0 and times > _MOST_PADDING:
+        if self.comm.rank == 0 and times > _MOST_SHARE:
             warnings.warn(
-                f"OneBitMuon sends {times:.1f} times its matrices' bits, the rest is padding: each has one owner, and "
-                f"they are too few or too unlike for {self.comm.size} ranks to own about as much. Use fewer ranks, or "
-                "OneBitAdam",
+                f"OneBitMuon has ranks wait for one with {times:.1f} times its share of the matrices, and keep memory "
+                f"for as much from each: they are too few or too unlike for {self.comm.size} ranks to own about as "
+                "much. Use fewer ranks, or OneBitAdam",
                 RuntimeWarning,
                 stacklevel=3,
             )

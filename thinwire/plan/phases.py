@@ -296,18 +296,25 @@ def _muon(setting: Setting) -> list[Phase]:
     goes to all. What comes last, the embedding, in 2 bits, and through AdamW."""
     cluster, model, codec = setting.cluster, setting.workload.model, setting.schedule.muon_codec
     largest = bucket_numel(setting.schedule.bucket_bytes or LARGEST_BUCKET_BYTES, setting.parameters, 4)
-    elements = model.padded_elements(cluster.ranks)
+    elements = model.padded_elements(1)
     by_node = setting.method.hierarchical
-    # Directions are padded among the owners of a lane only, of whom each node has one.
-    padding = model.padded_elements(cluster.nodes if by_node else cluster.ranks) / model.padded_elements(1)
-    directions = padding * sum(one.leading_elements for one in model.hidden) / elements
+    padding = model.padded_elements(cluster.ranks) / elements
+    # Directions' owners are those of a lane, of whom each node has one.
+    unlike = model.padded_elements(cluster.nodes) / elements if by_node else padding
+    directions = sum(one.leading_elements for one in model.hidden) / elements
 
     def in_buckets(leg: Callable[[Cluster, int, CodecName], Cost], apart: float = 0.0) -> Buckets:
+        def of(one: int, numbers: float) -> Cost:
+            beside = directions_to_owners(cluster, one, round(numbers * apart), by_node=by_node)
+            return leg(cluster, one, codec) + (beside if apart else _NOTHING)
+
         def cost(one: int) -> Cost:
-            if not apart:
-                return leg(cluster, one, codec)
-            beside = directions_to_owners(cluster, one, round(one * apart), by_node=by_node)
-            return leg(cluster, one, codec) + beside
+            """All wait for the owner of most; what the others have less of does not travel."""
+            most, mean = of(round(one * padding), one * unlike), of(one, one)
+            if not by_node:
+                return replace(most, bytes_sent=mean.bytes_sent, bytes_between=mean.bytes_between)
+            spared = (most.bytes_between - mean.bytes_between) / cluster.ranks_per_node  # between nodes alone
+            return replace(most, bytes_sent=most.bytes_sent - spared, bytes_between=mean.bytes_between)
 
         last = leg(cluster, model.last_elements, "stat2") if model.last else _NOTHING
         return replace(cut(elements, 0, largest, cost), last=last)

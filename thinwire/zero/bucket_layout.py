@@ -56,6 +56,16 @@ class BucketLayout:
         """The elements that belong to no parameter."""
         return [slice(self.numel, self.padded_numel)]
 
+    @property
+    def filled(self) -> list[int]:
+        """Elements of each shard, in whole blocks, up to the last that belongs to a parameter."""
+        ends = [0] * self.world_size
+        for slot in self.slots:
+            end = slot.offset + slot.numel
+            for owner in range(slot.offset // self.shard, -(-end // self.shard)):
+                ends[owner] = max(ends[owner], min(end - owner * self.shard, self.shard))
+        return [-(-end // self.block_size) * self.block_size for end in ends]
+
 
 @dataclass(frozen=True)
 class WholeLayout(BucketLayout):
@@ -126,9 +136,9 @@ def partition_whole(
 ) -> list[WholeLayout]:
     """Cut the parameters `order` into buckets of at least `bucket_numel` elements, each parameter owned by one rank.
 
-    A bucket goes on until its owners' shares are about equal, so that little of what is sent is padding; what is left
-    over joins as many of the last buckets as it takes. Who has least of the buckets before gets the largest share.
-    Owners are the same wherever this is computed.
+    A bucket goes on until its owners' shares are about equal, so that none waits long for another, and little memory is
+    padding; what is left over joins as many of the last buckets as it takes. Who has least of the buckets before gets
+    the largest share. Owners are the same wherever this is computed.
     """
     if bucket_numel < 1:
         raise ValueError(f"bucket_numel must be at least 1, got {bucket_numel}")

@@ -39,6 +39,10 @@ from thinwire.zero.saved_state import (
     ranks_of_residuals,
 )
 
+_WORTH_TRIMMING = 0.98
+"""Of a bucket's elements: where more belong to parameters, padding goes along, as it takes less than it does to part it
+from them."""
+
 _OF_RANK = "gradient_residual"
 """What checkpoints call the residuals of leg 1."""
 
@@ -230,7 +234,13 @@ def rounded_gradients(
         assert names is not None
         there, back = (make_codec(name, bucket.layout.block_size) for name in names)
         over = parameters.exchange_comm, parameters.links, bucket.layout.numel
-        given: dict[str, Any] = {"bucket": bucket.index, "device": bucket.flat.device}
+        filled = bucket.layout.filled
+        trims = sum(filled) < _WORTH_TRIMMING * bucket.layout.padded_numel
+        given: dict[str, Any] = {
+            "bucket": bucket.index,
+            "device": bucket.flat.device,
+            "filled": filled if trims else None,
+        }
         exchange: Exchange
         if one.ahead:
             exchange = leg_1 = make_exchange(ExchangeToOwners, *over, there, **given)

@@ -14,9 +14,10 @@ from thinwire.comm import CommunicationError, Communicator
 from thinwire.comm.agreement import NodeLinks
 from thinwire.comm.relay import Relay
 from thinwire.compress.codecs import Codec
-from thinwire.compress.exchange import Exchange, Leg
+from thinwire.compress.exchange import Exchange
 from thinwire.compress.hierarchical_exchange import make_exchange
 from thinwire.compress.kernels.loading import prepare_kernels, wait_for_kernels
+from thinwire.compress.legs import Leg
 from thinwire.compress.packet import Flags
 from thinwire.optim.diloco.fragments import Fragment, Guard, OuterSettings, Told
 
