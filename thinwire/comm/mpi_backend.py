@@ -13,6 +13,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
@@ -93,14 +94,13 @@ class MPICommunicator(Communicator):
             return self._start_rounds(call, output.chunk(self.size), cut(input, sizes, self.size))
         if sizes is None:
             return self._start_blocks(chunk, self._comm.Ialltoall, input, output)
-        received = [sizes[self.rank]] * self.size
-        return self._start_unequal(self._comm.Ialltoallv, sizes, (input, sizes), (output, received))
+        return self._start_unequal(input, _stretches(sizes), output, _stretches([sizes[self.rank]] * self.size))
 
     def _start_all_gather(self, call: Call, output: Tensor, input: Tensor, sizes: Sizes) -> Pending:
         if self._streams_would_meet(max(sizes or [input.nbytes])):
             return self._start_rounds(call, cut(output, sizes, self.size), [input] * self.size)
         if sizes is not None:
-            return self._start_unequal(self._comm.Iallgatherv, sizes, (input, [input.nbytes]), (output, sizes))
+            return self._start_unequal(input, [_stretch(0, input.nbytes) for _ in sizes], output, _stretches(sizes))
         if input.data_ptr() == output.data_ptr() + self.rank * input.nbytes:
             return self._start_blocks(input.nbytes, partial(self._comm.Iallgather, MPI.IN_PLACE), output)
         return self._start_blocks(input.nbytes, self._comm.Iallgather, input, output)
@@ -126,23 +126,20 @@ class MPICommunicator(Communicator):
         _await_streams(*tensors)
         if nbytes <= _LARGEST_COUNT:
             return self._track([start(*([address(one), nbytes, MPI.BYTE] for one in tensors))], *tensors)
-        pieces, rest = divmod(nbytes, _LARGEST_COUNT)  # more bytes than a count can hold
-        piece = MPI.BYTE.Create_contiguous(_LARGEST_COUNT)
-        block = MPI.Datatype.Create_struct([pieces, rest], [0, pieces * _LARGEST_COUNT], [piece, MPI.BYTE]).Commit()
-        piece.Free()
+        block = _stretch(0, nbytes)
         request = start(*([address(one), 1, block] for one in tensors))
         block.Free()
         return self._track([request], *tensors)
 
     def _start_unequal(
-        self, start: Callable[..., MPI.Request], sizes: Sequence[int], *sides: tuple[Tensor, Sequence[int]]
+        self, input: Tensor, sent: list[MPI.Datatype], output: Tensor, received: list[MPI.Datatype]
     ) -> Pending:
-        """Start a transfer of ``sizes`` bytes by rank: on each side a tensor, and the bytes of its chunks, in order."""
-        if self.size * max(sizes) > _LARGEST_COUNT:
-            raise ValueError(f"MPI counts no more than {_LARGEST_COUNT} bytes of unequal chunks: send them in parts")
-        tensors = [one for one, _ in sides]
-        _await_streams(*tensors)
-        return self._track([start(*([address(one), list(counts), MPI.BYTE] for one, counts in sides))], *tensors)
+        """Start to send each rank what ``sent`` says of ``input``, and to receive so; the types are freed."""
+        _await_streams(input, output)
+        request = self._comm.Ialltoallw([address(input), sent], [address(output), received])
+        for one in (*sent, *received):
+            one.Free()
+        return self._track([request], input, output)
 
     def _streams_would_meet(self, nbytes: int) -> bool:
         """Whether messages of so many bytes to every other rank go in rounds."""
@@ -273,6 +270,21 @@ def _await_streams(*tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def _stretch(first: int, nbytes: int) -> MPI.Datatype:
+    """So many bytes from an offset on, which may be more than a count can hold."""
+    pieces, rest = divmod(nbytes, _LARGEST_COUNT)
+    piece = MPI.BYTE.Create_contiguous(_LARGEST_COUNT)
+    places = [first, first + pieces * _LARGEST_COUNT]
+    made = MPI.Datatype.Create_struct([pieces, rest], places, [piece, MPI.BYTE]).Commit()
+    piece.Free()
+    return made
+
+
+def _stretches(sizes: Sequence[int]) -> list[MPI.Datatype]:
+    """Stretches of so many bytes, end to end."""
+    return [_stretch(first, size) for first, size in zip(accumulate(sizes, initial=0), sizes, strict=False)]
 
 
 @cache
