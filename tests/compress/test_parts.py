@@ -210,7 +210,7 @@ def test_a_shard_is_cut_into_equal_parts_no_smaller_than_asked(blocks: int, bloc
     assert shard / (len(parts) + 1) < max(least, block_size)
 
 
-@pytest.mark.parametrize(("codec", "kib"), [("sign1", 64), ("int8", 128), ("bf16", 256), ("none", 512)])
+@pytest.mark.parametrize(("codec", "kib"), [("sign1", 128), ("int8", 512), ("bf16", 1024), ("none", 2048)])
 def test_the_smallest_part_is_a_message_of_some_size(codec: str, kib: int) -> None:
     one = make_codec(codec)
     least = least_part(one, "gloo")

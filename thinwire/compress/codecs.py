@@ -305,8 +305,8 @@ class CastCodec(Codec):
         return torch.cat([parts[0], *(part[:, HEADER_BYTES:] for part in parts[1:])], dim=1)
 
 
-_LEAST_ELEMENTS = 1 << 17  # under this the call of a kernel is felt beside its work
-_LEAST_BYTES = 64 << 10  # of a message to one peer: 0.5 ms at 1 Gb/s, where a collective's latency is about 50 µs
+_LEAST_ELEMENTS = 1 << 19  # under this the calls for a part, and Gloo's own work, are felt beside what kernels do
+_LEAST_BYTES = 128 << 10  # of a message to one peer: 1 ms at 1 Gb/s, where a collective's latency is about 50 µs
 _WHOLE = 1 << 62
 _WITHOUT_PARTS = ("nccl",)
 """Backends on which a part costs more than it hides: launches on a GPU, for a transfer that takes microseconds."""
