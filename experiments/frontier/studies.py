@@ -133,6 +133,8 @@ _PARTS: tuple[dict[str, Any], ...] = (
     {**_MEAN, "touch": 0.005},
     {**_MEAN, **_SHARED},
     {**_MEAN, **_SHARED, "touch": 0.005},
+    {**_MEAN, **_SHARED, "touch": 0.05},
+    {**_MEAN, "touch": 1},  # all of the weights: no interval is left
 )
 _MUON_PARTS: tuple[dict[str, Any], ...] = (
     _MEAN,
