@@ -134,9 +134,9 @@ class Job(Trial):
         return cls(what, deaths, comes, held_up, cut, None, in_a_file, pace, kind=kind, workers=workers)  # type: ignore[arg-type]
 
 
-def make(kind: str, model: Tower, settings: thinwire.Elastic) -> Any:
+def make(kind: str, model: Tower, settings: thinwire.Elastic, **others: Any) -> Any:
     made, options = KINDS[kind]
-    return made(model.named_parameters(), lr=0.01, block_size=64, elastic=settings, **options)
+    return made(model.named_parameters(), **{"lr": 0.01, "block_size": 64, "elastic": settings} | options | others)
 
 
 def data() -> TensorDataset:
@@ -254,7 +254,8 @@ def miscounted(
 
 
 def replay(kind: str, dealt: dict[int, tuple[list[str], list[str] | None]]) -> str:
-    """How workers on threads end that leave and come at the steps at which those of a job did."""
+    """How workers on threads end that leave and come at the steps at which those of a job did. They divide no state,
+    which is lost if two leave between the same two steps, and not if one dies once the other's has moved."""
     elastic._INTERVAL, communicator._ALARM_INTERVAL = 0.02, 0.02
     store = HashStore()
     elastic_job.reach = lambda settings: (store, "here")
@@ -277,7 +278,7 @@ def replay(kind: str, dealt: dict[int, tuple[list[str], list[str] | None]]) -> s
         while waiting(generation) < place:
             time.sleep(0.005)
         model = Tower()
-        optimizer = make(kind, model, settings)
+        optimizer = make(kind, model, settings, **({"stage": 0} if "stage 1" in kind else {}))
 
         end_step, goes = optimizer._home.workers.end_step, list[int]()
 

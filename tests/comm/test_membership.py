@@ -150,6 +150,11 @@ def test_all_are_done_or_meet_again() -> None:
     assert first.meet({}, alarm=True).names == [first.name]
     assert first.finish(3)
     refused(MembershipError, "is over: there is nothing to join", arrive(store).meet, None, alarm=False)
+    first.leave()
+    late = arrive(store)
+    late.heart.watch([first.name])
+    until(lambda: late.heart.silent(first.name))  # before it asks whether the job is over
+    refused(MembershipError, "is over: there is nothing to join", late.meet, None, alarm=False)
 
 
 def test_a_job_without_survivors_is_not_begun_anew() -> None:

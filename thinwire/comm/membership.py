@@ -219,13 +219,17 @@ class Membership:
                 self._store.write("latest", str(number))
             if decided is not None:
                 return _parsed(decided)
-            if self.name not in before and self._store.read("finished"):
-                raise MembershipError(
-                    f"job {self.settings.job!r} is over: there is nothing to join. Its next run needs another "
-                    "Elastic(job=...), or a new meeting place"
-                )
+            if self.name not in before:
+                self._check_goes_on()
             self.idle()
             time.sleep(_POLL_SECONDS)
+
+    def _check_goes_on(self) -> None:
+        if self._store.read("finished"):
+            raise MembershipError(
+                f"job {self.settings.job!r} is over: there is nothing to join. Its next run needs another "
+                "Elastic(job=...), or a new meeting place"
+            )
 
     def _proposal(self, number: int, record: Record | None, before: Sequence[str], waited: float) -> list[Entry] | None:
         """Whom this worker would have in a generation after that of the workers `before`; None to wait on."""
@@ -240,6 +244,7 @@ class Membership:
         elif before:  # a newcomer leaves it to those who have the job's state
             complete = False
             if not missing and not stay:
+                self._check_goes_on()  # they end it, and then are gone
                 raise MembershipError(
                     f"none of the {len(before)} last workers of job {settings.job!r} is left. Start a new job, from a "
                     "checkpoint where there is one, with another Elastic(job=...) or a new meeting place"
