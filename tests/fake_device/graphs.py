@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.compress.kernels import emulation
 from thinwire.comm import Communicator
-from thinwire.comm.collectives import Pending
+from thinwire.comm.collectives import Pending, Sizes
 from thinwire.comm.errors import Call
 from thinwire.compress.kernels import loading
 from thinwire.compress.kernels.cuda.backend import CudaBackend
@@ -145,14 +145,14 @@ class _Done:
 def _recorded(comm: Communicator, start: Callable[..., Pending]) -> Callable[..., Pending]:
     """`start`, recorded where a graph is captured; its calls are numbered as the other ranks'."""
 
-    def run(call: Call, output: Tensor, input: Tensor) -> Pending:
+    def run(call: Call, output: Tensor, input: Tensor, sizes: Sizes) -> Pending:
         launches = recording()
         if launches is None:
-            return start(call, output, input)
+            return start(call, output, input, sizes)
         number = sum(getattr(one, "of", None) is comm for one in launches) + 1
 
         def replay() -> None:
-            assert start(Call(comm._sequence + number, call.signature), output, input).wait(60.0)
+            assert start(Call(comm._sequence + number, call.signature), output, input, sizes).wait(60.0)
 
         replay.of = comm  # type: ignore[attr-defined]
         launches.append(replay)
