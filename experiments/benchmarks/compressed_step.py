@@ -76,7 +76,9 @@ def _systems(options: argparse.Namespace, comm: Communicator) -> dict[str, Calla
     """What takes a step, by its name; each after the DDP that it is compared with."""
 
     def engine(kind: str, **config: Any) -> Callable[[Any], None]:
-        more = {"fused": True} if kind == "AdamW" else {"ns_dtype": "bf16"}  # as torch's
+        more = {"ns_dtype": "bf16"} if "Muon" in kind else {}  # as torch's
+        if kind in ("AdamW", "Muon"):
+            more["fused"] = True
         config["optimizer"] = {"type": kind, "params": {"lr": RATE, **more}}
         config["train_micro_batch_size_per_gpu"] = options.batch_size
         return engine_step(bert(options.model), config, comm)

@@ -173,7 +173,9 @@ def train_language_model(model: Model, *optimizers: torch.optim.Optimizer) -> No
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("settings", [{"lr": 0.05}, {"muon_lr": 0.03, "adam_lr": 2e-3, "weight_decay": 0.1}, {}])
+@pytest.mark.parametrize(
+    "settings", [{"lr": 0.05}, {"muon_lr": 0.03, "adam_lr": 2e-3, "weight_decay": 0.1, "fused": True}, {}]
+)
 def test_it_is_torchs_muon_and_adamw(settings: dict) -> None:
     model, other = make_language_model(), make_language_model()
     mark_matrices(model.named_parameters())
@@ -186,7 +188,9 @@ def test_it_is_torchs_muon_and_adamw(settings: dict) -> None:
     adam_lr = settings.get("adam_lr", settings.get("lr", 3e-4))
     muon = torch.optim.Muon([matrix, other.wide.weight], lr=muon_lr, weight_decay=decay)
     rest = [one for name, one in other.named_parameters() if one is not kernel and name != "wide.weight"]
-    adam = torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=decay)
+    adam = torch.optim.AdamW(
+        rest, lr=adam_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=decay, fused=settings.get("fused")
+    )
 
     class Bridge(torch.optim.SGD):
         def step(self, closure=None) -> None:

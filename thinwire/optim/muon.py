@@ -77,6 +77,7 @@ class Muon(ExactOptimizer):
         ns_steps: of the Newton-Schulz iteration.
         adjust_lr_fn: what a matrix's rate is times; None is "original".
         ns_dtype: of the iteration, "fp32" or "bf16"; None is fp32 on a CPU and bf16, as in torch.optim.Muon, elsewhere.
+        fused: of the rest, as in torch.optim.AdamW.
 
     Raises ValueError for values out of range, or a group of matrices with a parameter of fewer than two dimensions.
     """
@@ -97,6 +98,7 @@ class Muon(ExactOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: AdjustLr | None = None,
         ns_dtype: NewtonSchulzType | None = None,
+        fused: bool | None = None,
     ) -> None:
         rates = _rates(lr, muon_lr, adam_lr)
         check_not_negative(lr=min(rates), momentum=momentum, weight_decay=weight_decay, eps=eps)
@@ -110,7 +112,7 @@ class Muon(ExactOptimizer):
         defaults: dict[str, Any] = {"lr": rates[1], "use_muon": False, "momentum": momentum, "betas": betas, "eps": eps}
         defaults |= {"weight_decay": weight_decay, "nesterov": nesterov, "ns_steps": ns_steps}
         groups = self.arrange(params, lr=lr, muon_lr=muon_lr, adam_lr=adam_lr)
-        super().__init__(groups, {**defaults, "adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype})
+        super().__init__(groups, {**defaults, "adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype, "fused": fused})
 
     @staticmethod
     def arrange(params: ParamsT, **options: Any) -> list[dict[str, Any]]:
@@ -141,7 +143,7 @@ class Muon(ExactOptimizer):
             self._move_matrices(group)
         elif group["params"]:
             settings = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-            inner = torch.optim.AdamW(group["params"], **settings)
+            inner = torch.optim.AdamW(group["params"], fused=group.get("fused"), **settings)
             inner.state = self.state
             inner.step()
 

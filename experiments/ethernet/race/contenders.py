@@ -83,7 +83,7 @@ def _diloco(every: int, codec: str, colour: str, suffix: str = "", **options: An
 
 def _muon(codec: str, colour: str) -> Contender:
     label = f"{OPTIMIZERS['onebit-muon'].label}, {codec}"
-    build = _learner("onebit-muon", _MUON_RATE, codec=codec)
+    build = _learner("onebit-muon", _MUON_RATE, codec=codec, ns_dtype="bf16")  # as torch.optim.Muon on every device
     method = Method("onebit-muon") if codec == "sign1" else None
     return Contender(label, colour, build, method, "every step", ours=True)
 
