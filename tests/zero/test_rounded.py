@@ -412,6 +412,22 @@ def test_ranks_with_other_codecs_are_refused(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
+@on_threads(2)
+def test_an_overflow_on_one_rank_reaches_every_grad_scaler(comm: Communicator, stage: int) -> None:
+    model = make_model(dtype=torch.float16)
+    optimizer = build(comm, model, stage, "int4")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    for step in range(6):
+        factor = math.inf if step in (0, 3) and comm.rank == 1 else 1.0
+        scaler.scale(factor * loss_of(model, comm.rank, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert (scaler.get_scale(), optimizer.steps, optimizer.skipped_steps) == (2.0**8, 4, 2)
+    assert bool(weights(model).isfinite().all())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_residuals_make_good_for_a_scale_that_a_grad_scaler_tells_late(stage: int) -> None:
     """What SGD has moved by, and what is left in residuals, are together the sum of all gradients."""
 

@@ -305,6 +305,8 @@ class SentGradient(Tensor):
             if within_backward and not one.spent:
                 one._refuse()
             one.written = True
+        if func is _LOOK_FOR_INFINITIES and (here := [one for one in args[0] if type(one) is not SentGradient]):
+            func(here, *args[1:])
         if func in _HARMLESS or func in _ZEROES:
             return args[0] if func._schema.returns else None
         if within_backward and func in _COPIES:
@@ -324,8 +326,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 # Within a backward DDP copies gradients into its buckets, and back: there is nothing to copy.
 _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten.mul.out}
 _ZEROES = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}
-_HARMLESS = {
-    torch.ops.aten.detach.default,
-    # GradScaler's look for infinities, after which the optimizer itself refuses a scaler that it cannot serve.
-    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default,
-}
+# GradScaler's, at all gradients of a device and dtype: of these one that is here tells of them all. Where none is, the
+# optimizer itself refuses the scaler.
+_LOOK_FOR_INFINITIES = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_HARMLESS = {torch.ops.aten.detach.default, _LOOK_FOR_INFINITIES}
