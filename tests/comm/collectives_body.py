@@ -255,7 +255,8 @@ def check_refusals(comm: Communicator, seed: int) -> None:
         for error, message, sizes in (
             (ValueError, f"{name}: sizes must be {comm.size} numbers from 0, one a rank", [*of_two, 0]),
             (ValueError, f"{name}: sizes must be {comm.size} numbers from 0", [-1] * comm.size),
-            (TypeError, f"{name}: sizes must be whole numbers", [2.0] * comm.size),
+            (TypeError, f"{name}: sizes must be a list of whole numbers", [2.0] * comm.size),
+            (TypeError, f"{name}: sizes must be a list of whole numbers", 2),
             (ValueError, f"{name}: .*expected", [3] * comm.size),
         ):
             refused(error, message, collective, output, input, sizes=sizes)

@@ -251,7 +251,9 @@ def test_state_goes_through_a_state_dict() -> None:
         (QHAdamW, {"omega": 1.1}, "omega must be from 0 to 1, got 1.1"),
         (QHAdamW, {"betas": (0.9, 1.0)}, "betas must be"),
         (Muon, {"lr": -1.0}, "lr must be at least 0"),
-        (Muon, {"ns_steps": 0}, "ns_steps must be from 1 to 99, got 0"),
+        (Muon, {"lr": "0.1"}, "lr must be at least 0, got '0.1'"),
+        (Muon, {"betas": 0.9}, "betas must be two numbers from 0 to below 1, got 0.9"),
+        (Muon, {"ns_steps": 0}, "ns_steps must be a whole number from 1 to 99, got 0"),
         (Muon, {"betas": (0.9,)}, "betas must be two numbers"),
     ],
 )

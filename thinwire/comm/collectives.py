@@ -83,8 +83,9 @@ def check_chunks(collective: str, output: Tensor, input: Tensor, sizes: Sizes, r
 
 def _numels_of(collective: str, sizes: Sequence[int], rank: int, ranks: int) -> tuple[int, int]:
     """Elements of a rank's input and output in chunks of ``sizes``."""
-    if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
-        raise TypeError(f"{collective}: sizes must be whole numbers of elements, not {sizes!r}")
+    counts = sizes if isinstance(sizes, Sequence) else [None]
+    if any(isinstance(size, bool) or not isinstance(size, int) for size in counts):
+        raise TypeError(f"{collective}: sizes must be a list of whole numbers of elements, not {sizes!r}")
     if len(sizes) != ranks or min(sizes) < 0:
         raise ValueError(f"{collective}: sizes must be {ranks} numbers from 0, one a rank, not {sizes!r}")
     every, own = sum(sizes), sizes[rank]

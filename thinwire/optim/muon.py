@@ -101,10 +101,12 @@ class Muon(ExactOptimizer):
         fused: bool | None = None,
     ) -> None:
         rates = _rates(lr, muon_lr, adam_lr)
-        check_not_negative(lr=min(rates), momentum=momentum, weight_decay=weight_decay, eps=eps)
+        check_not_negative(lr=rates[0], adam_lr=rates[1], momentum=momentum, weight_decay=weight_decay, eps=eps)
         check_betas(betas)
-        if not 1 <= ns_steps < 100:
-            raise ValueError(f"ns_steps must be from 1 to 99, got {ns_steps}")
+        if not momentum < 1:
+            raise ValueError(f"momentum must be from 0 to below 1, got {momentum}")
+        if not isinstance(ns_steps, int) or not 1 <= ns_steps < 100:
+            raise ValueError(f"ns_steps must be a whole number from 1 to 99, got {ns_steps!r}")
         if adjust_lr_fn not in (None, *get_args(AdjustLr)):
             raise ValueError(f"adjust_lr_fn must be one of {', '.join(get_args(AdjustLr))}, got {adjust_lr_fn!r}")
         if ns_dtype not in (None, *get_args(NewtonSchulzType)):

@@ -252,9 +252,9 @@ class Sharding:
                 f"low_rank={self.low_rank} needs codec=, stage 1 or 2, and an optimizer that takes matrices whole, as "
                 "thinwire.optim.Muon does: elsewhere there is nothing beside which directions could go"
             )
-        for pair in (self.codecs, self.rest_codecs):
+        for name, pair in (("codec", self.codecs), ("rest_codec", self.rest_codecs)):
             if pair is not None:
-                self._check_codecs(*pair)
+                self._check_codecs(name, pair)
 
     @property
     def shard_block(self) -> int:
@@ -266,14 +266,15 @@ class Sharding:
         """What a bucket's gradients, and what comes back, go through."""
         return self.codecs if self.rest_codecs is None or layout.whole else self.rest_codecs
 
-    def _check_codecs(self, there: CodecName, back: CodecName) -> None:
-        for name in (there, back):
-            if name not in CODE_BITS:
-                raise ValueError(
-                    f"codec must be one of {', '.join(CODE_BITS)}, or a pair of them for gradients and for what comes "
-                    f"back, got {name!r}. To send 16 bits, use averaging=Averaging(wire_dtype=...)"
-                )
-            make_codec(name, self.block_size)
+    def _check_codecs(self, option: str, pair: tuple[CodecName, CodecName]) -> None:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not set(pair) <= CODE_BITS.keys():
+            raise ValueError(
+                f"{option} must be one of {', '.join(CODE_BITS)}, or a pair of them for gradients and for what comes "
+                f"back, got {pair!r}. To send 16 bits, use averaging=Averaging(wire_dtype=...)"
+            )
+        there, back = pair
+        make_codec(there, self.block_size)
+        make_codec(back, self.block_size)
         if self.stage == 0 and there != back:
             raise ValueError(
                 f"stage 0 sends averages back as it sends gradients, got codec={(there, back)!r}: give one codec, or "

@@ -326,8 +326,8 @@ def settings_digest(groups: Sequence[Mapping[str, Any]], step: int) -> int:
 
 def check_interval(steps: int) -> None:
     """Raise ValueError unless replicas can be compared after so many `steps`."""
-    if isinstance(steps, bool) or not steps >= 1:
-        raise ValueError(f"resync_interval must be at least 1 step, got {steps!r}")
+    if isinstance(steps, bool) or not isinstance(steps, int) or not steps >= 1:
+        raise ValueError(f"resync_interval must be a whole number of steps from 1, got {steps!r}")
 
 
 class ComparisonTimes:
