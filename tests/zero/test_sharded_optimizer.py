@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import thinwire
 from tests.launching import on_threads
 from tests.optim.training import batch, loss_of, make_model, weights
 from tests.refusing import refused
@@ -201,6 +202,11 @@ def test_zero_grad_drops_gradients_that_have_left_also_on_some_ranks_only(stage:
         ({"max_norm": -1.0}, "max_norm must be"),
         ({"max_norm": "1"}, "max_norm must be a number of at least 0, which does not clip, or None, got '1'"),
         ({"lr": -1.0}, "learning rate"),
+        ({"rest_codec": "int4"}, "rest_codec='int4' needs codec="),
+        ({"optimizer_class": "AdamW"}, "optimizer_class must be an optimizer class, .* got 'AdamW'"),
+        ({"optimizer_class": torch.optim.Adafactor}, "Adafactor cannot be sharded: its variance is factored"),
+        ({"optimizer_class": torch.optim.Muon}, "pass thinwire.optim.Muon"),
+        ({"optimizer_class": thinwire.OneBitAdam}, "OneBitAdam communicates by itself"),
     ],
 )
 @on_threads(2)

@@ -34,7 +34,7 @@ from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_same_kind, clip_coefficient, compare_replicas
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 from thinwire.zero.shard_on_disk import MASTER, ShardOptimizerOnDisk, check_in_memory
-from thinwire.zero.shard_optimizer import OptimizerClass, ShardOptimizer
+from thinwire.zero.shard_optimizer import OptimizerClass, ShardOptimizer, check_optimizer_class
 from thinwire.zero.sharded_home import (
     NOT_FINITE,
     BucketParameterState,
@@ -130,6 +130,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
         try:
             if codec is None and not isinstance(nodes, str):
                 raise ValueError(f"nodes={nodes!r} needs codec=: without one every rank sends for itself, exactly")
+            check_optimizer_class(optimizer_class)
             sharding.check()
             check_interval(resync_interval)
             if (arrange := getattr(optimizer_class, "arrange", None)) is not None:

@@ -252,6 +252,8 @@ class Sharding:
                 f"low_rank={self.low_rank} needs codec=, stage 1 or 2, and an optimizer that takes matrices whole, as "
                 "thinwire.optim.Muon does: elsewhere there is nothing beside which directions could go"
             )
+        if self.rest_codecs is not None and self.codecs is None:
+            raise ValueError(f"rest_codec={self.rest_codecs[0]!r} needs codec=, beside which it goes")
         for name, pair in (("codec", self.codecs), ("rest_codec", self.rest_codecs)):
             if pair is not None:
                 self._check_codecs(name, pair)

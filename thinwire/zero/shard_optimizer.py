@@ -13,8 +13,35 @@ from thinwire.zero.disk import SwapFile
 from thinwire.zero.home import Fragment
 from thinwire.zero.master_weights import FlatBucket, Run
 from thinwire.zero.saved_state import SavedSlice, SliceSource, group_settings, read_state, state_slices
+from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
+
+WHY_NOT_SHARDED = {
+    "Adafactor": "its variance is factored over a matrix's rows and columns, so that a shard cannot step alone",
+    "LBFGS": "its line search needs a closure and products over all parameters, so that a shard cannot step alone",
+    "SparseAdam": "it takes sparse gradients, and gradients here are dense; use Adam",
+}
+"""Of torch's classes."""
+
+
+def check_optimizer_class(given: object) -> None:
+    """Raise TypeError for what builds no optimizer, ValueError for a class that cannot step shards alone."""
+    if not callable(given):
+        raise TypeError(
+            f"optimizer_class must be an optimizer class, or a function that builds one from groups, got {given!r}: "
+            "pass torch.optim.AdamW, and its options beside it"
+        )
+    name = getattr(given, "__name__", "")
+    if name in WHY_NOT_SHARDED and given is getattr(torch.optim, name):
+        raise ValueError(f"torch.optim.{name} cannot be sharded: {WHY_NOT_SHARDED[name]}")
+    if given is torch.optim.Muon:
+        raise ValueError(
+            "torch.optim.Muon takes nothing but matrices, and cannot be sharded: pass thinwire.optim.Muon, which has "
+            "AdamW for the rest"
+        )
+    if isinstance(given, type) and issubclass(given, SynchronizedOptimizer):
+        raise ValueError(f"{name} communicates by itself: build it on the parameters, or pass torch.optim.AdamW")
 
 
 class ShardOptimizer:

@@ -358,6 +358,7 @@ BAD = [
     ({"outer_momentum": 1.0}, ValueError, "outer_momentum"),
     ({"codec": "int3"}, ValueError, "codec must be"),
     ({"guard": 0.5}, ValueError, "guard must be a number from 1 up to, not including, inf, or None, got 0.5"),
+    ({"max_norm": -1.0}, ValueError, "max_norm must be a number from 0 up to, not including, inf, or None, got -1.0"),
     ({"tokens": -1}, ValueError, "tokens must be a number from"),
     ({"share": {"exp_avg": 0}}, ValueError, r"share\['exp_avg'\] must be a whole number of at least 1"),
     ({"touch": 0.0}, ValueError, "touch must be a part of the weights, above 0 and up to 1"),

@@ -14,19 +14,14 @@ from thinwire.engine.config.options import LOCAL_UPDATES, OPTIMIZERS, SCHEDULES,
 from thinwire.engine.schedules import WHY_REFUSED
 from thinwire.optim import registry
 from thinwire.optim.settings import ElasticOptions, OptionModel
+from thinwire.zero.shard_optimizer import WHY_NOT_SHARDED
 
 _PARAMS, _INNER = "optimizer.params", "optimizer.params.inner"
 _DEFAULT_INNER = "AdamW"
 
-_REFUSED = {
-    "Adafactor": "its variance is factored over a matrix's rows and columns, so that a shard cannot step alone",
-    "LBFGS": "its line search needs a closure and products over all parameters, so that a shard cannot step alone",
-    "SparseAdam": "it takes sparse gradients, and gradients here are dense; use Adam",
-}
-
 _NAMES = (*registry.NAMES, LOCAL_UPDATES, *OPTIMIZERS)
 _OF_BOTH = LocalUpdatesOptions.model_fields.keys()
-_BY_LOWER = {name.lower(): name for name in (*_NAMES, *_REFUSED)}
+_BY_LOWER = {name.lower(): name for name in (*_NAMES, *WHY_NOT_SHARDED)}
 
 
 def is_local_updates(kind: object) -> bool:
@@ -53,7 +48,8 @@ def refusal_of(kind: str, path: str = "optimizer") -> str | None:
     name = _BY_LOWER.get(kind.lower())
     if name is None:
         return f'"{path}.type" {shown(kind)} is not a known optimizer.{did_you_mean(kind, _NAMES)}'
-    return f'"{path}.type" {shown(kind)} is not supported: {_REFUSED[name]}' if name in _REFUSED else None
+    why = WHY_NOT_SHARDED.get(name)
+    return None if why is None else f'"{path}.type" {shown(kind)} is not supported: {why}'
 
 
 def check_optimizer(

@@ -63,11 +63,17 @@ def check_options(inner_class: object, given: Mapping[str, Any], elastic: object
         ("outer_momentum", given["outer_momentum"], 0.0, 1.0),
         ("outer_lr", 1.0 if outer_lr in (None, "auto") else outer_lr, 0.0, math.inf),
         ("guard", 3.0 if guard is None else guard, 1.0, math.inf),
+        ("max_norm", given["max_norm"], 0.0, math.inf),
         ("tokens", 1.0 if tokens is None else tokens, 1e-9, 1e15),
     ):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not low <= value < high:
-            word = {"outer_lr": ', or "auto"', "mix": ', or "carry"', "guard": ", or None"}.get(name, "")
+            word = {
+                "outer_lr": ', or "auto"',
+                "mix": ', or "carry"',
+                "guard": ", or None",
+                "max_norm": ", or None",
+            }.get(name, "")
             raise ValueError(
                 f"{name} must be a number from {low:g} up to, not including, {high:g}{word}, got {value!r}"
             )
