@@ -213,3 +213,13 @@ def test_bytes_and_memory_of_diloco(
     assert prediction.shares["outer"] == pytest.approx(fragments / every)
     for kind in ("outer weights", "outer momentum", *(["residuals"] if codec != "none" else [])):
         assert prediction.memory[kind] == pytest.approx(held[kind], rel=0.1), kind
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 50])
+def test_padding_of_matrices_that_have_one_owner_each(ranks: int) -> None:
+    """As where every matrix is dealt to an owner, the largest first."""
+    kinds = (Matrices(2, 3, 4), Matrices(5, 5, 3), Matrices(1, 6, 9), Matrices(7, 1, 1))
+    numels = sorted((one.rows * one.columns for one in kinds for _ in range(one.count)), reverse=True)
+    most = max((place // ranks + 1) * numel for place, numel in enumerate(numels) if place % ranks == 0)
+    model = Transformer("a model", sum(numels) + 40, kinds)
+    assert model.padded_elements(ranks) == 40 + max(sum(numels), most * ranks)

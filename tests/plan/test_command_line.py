@@ -135,6 +135,7 @@ FAST = ("--model", "bert-base", "--link", "100Gb/s", "--device", "t4")
         ),
         ((*ONE_LINE, "--methods", "powersgd", "--speed-only"), "Take PowerSGD of rank 1: "),
         ((*ONE_LINE, "--methods", "powersgd", "--speed-only"), "loss     speed only: "),
+        ((*COMPUTE, *CLUSTER, "--parameters", "1T"), "For a model, 1T parameters in fp32"),
         ((*COMPUTE, *ON_BERT), "Assumed: 4 nodes; compression at the speed of an a100's memory"),
     ],
 )

@@ -56,6 +56,7 @@ def test_what_is_refused(kind: units.Kind, told: str, texts: tuple[str, ...]) ->
         *((units.rate_in_words, *one) for one in ((124.99e6, "1 Gb/s"), (1, "8 b/s"))),
         *((units.size_in_words, *one) for one in ((22.02e9, "22 GB"), (999.9e6, "1 GB"), (3.3e6, "3.3 MB"))),
         (units.size_in_words, 40, "0.04 kB"),
+        *((units.count_in_words, *one) for one in ((335_000_000, "335M"), (1_300_000_000, "1.3B"), (10**12, "1T"))),
         *((units.seconds_in_words, *one) for one in ((2.104, "2.1 s"), (0.0364, "36.4 ms"), (0.9996, "1 s"))),
         *((units.seconds_in_words, *one) for one in ((50e-6, "50 us"), (1234.5, "1234 s"), (0.0, "0 us"))),
     ],

@@ -22,7 +22,7 @@ from thinwire.plan.recommendation import (
     local_updates_loss,
     loss_in_words,
 )
-from thinwire.plan.units import rate_in_words, seconds_in_words, size_in_words
+from thinwire.plan.units import count_in_words, rate_in_words, seconds_in_words, size_in_words
 
 _DDP = "model = DistributedDataParallel(model)"
 
@@ -306,13 +306,12 @@ def _why_not(plan: Plan, method: Method) -> str:
 
 def _subject(plan: Plan) -> str:
     workload, cluster = plan.workload, plan.cluster
-    parameters = workload.model.parameters
-    millions = f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
     nodes, ranks = (
         f"{count} {what}{'s' if count > 1 else ''}"
         for count, what in ((cluster.nodes, "node"), (cluster.ranks_per_node, "rank"))
     )
-    text = f"For {workload.model.name}, {millions} parameters in {workload.dtype}, on {nodes} of {ranks}"
+    parameters = count_in_words(workload.model.parameters)
+    text = f"For {workload.model.name}, {parameters} parameters in {workload.dtype}, on {nodes} of {ranks}"
     if cluster.nodes > 1:
         text += f" at {rate_in_words(cluster.between.speed.bytes_per_second)} a node"
     if cluster.ranks_a_core > 1:

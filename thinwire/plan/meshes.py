@@ -20,6 +20,7 @@ from thinwire.plan.prediction import predict
 from thinwire.plan.recommendation import keeps_the_loss
 from thinwire.plan.units import (
     PlanError,
+    count_in_words,
     rate_in_words,
     require_positive,
     require_whole,
@@ -361,8 +362,8 @@ def mesh_answer(job: MeshJob, found: Sequence[MeshPrediction], assumed: Sequence
         others = (f"{one.mesh} {seconds_in_words(one.step_seconds)}" for one in found[1:4])
         lines.append(f"Next: {'; '.join(others)}")
     lines.append(
-        f"For {model.name}, {model.parameters / 1e9:.3g}B parameters in bf16, {job.batch} sequences of {job.length} "
-        f"tokens a step, on {cluster.nodes} nodes of {cluster.ranks_per_node} at "
+        f"For {model.name}, {count_in_words(model.parameters)} parameters in bf16, {job.batch} sequences of "
+        f"{job.length} tokens a step, on {cluster.nodes} nodes of {cluster.ranks_per_node} at "
         f"{rate_in_words(cluster.between.speed.bytes_per_second)} a node"
     )
     return "\n".join([*lines, f"Assumed: {'; '.join(assumed)}"] if assumed else lines)

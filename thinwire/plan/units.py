@@ -99,3 +99,11 @@ def size_in_words(nbytes: float) -> str:
         if nbytes >= 0.9995 * _PREFIXES[prefix]:
             return f"{nbytes / _PREFIXES[prefix]:.3g} {prefix}B"
     return f"{nbytes / 1e3:.3g} kB"
+
+
+def count_in_words(count: int) -> str:
+    """As "335M" or "1.3B", three digits."""
+    for unit in ("T", "B"):
+        if count >= 0.9995 * _COUNTS[unit]:
+            return f"{count / _COUNTS[unit]:.3g}{unit}"
+    return f"{count / 1e6:.3g}M"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Literal
 
 from thinwire.compress.packet_layout import LOW_RANK, leading_rank
@@ -90,10 +91,12 @@ class Transformer:
 
     def padded_elements(self, ranks: int) -> int:
         """Elements without the last matrix, and of padding, if each matrix has one of `ranks` owners."""
-        numels = sorted((one.rows * one.columns for one in self.hidden for _ in range(one.count)), reverse=True)
-        # Of the first k · ranks + 1 one owner has at least k + 1.
-        most = max(((place // ranks + 1) * numels[place] for place in range(0, len(numels), ranks)), default=0)
-        return self.parameters - self.last_elements + max(0, most * ranks - sum(numels))
+        hidden = sorted(self.hidden, key=lambda one: -one.rows * one.columns)
+        numbers = accumulate(one.count for one in hidden)
+        # Of the largest k · ranks + 1 one owner has at least k + 1.
+        shares = (math.ceil(n / ranks) * one.rows * one.columns for n, one in zip(numbers, hidden, strict=True))
+        most = max(shares, default=0)
+        return self.parameters - self.last_elements + max(0, most * ranks - sum(one.numel for one in hidden))
 
     @property
     def last_elements(self) -> int:
