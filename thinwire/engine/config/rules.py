@@ -201,6 +201,8 @@ def _against(entry: OptimizerEntry, config: EngineConfig) -> Iterator[str]:
             f'"zero_optimization.offload_optimizer" does not go with {name} at stage 0, where every rank keeps all '
             "state beside its weights: use stage 1 or 2, or delete it"
         )
+    if "rest_codec" in entry.options.model_fields:
+        yield from _beside_codecs(f'"optimizer.params.codec" of {name}', config)
     if config.progressive_layer_drop.enabled and entry.local_steps:
         yield (
             f'"progressive_layer_drop" does not go with {name}: ranks cannot agree on the layers they drop in a step '
@@ -267,9 +269,14 @@ def _codec(config: EngineConfig) -> Iterator[str]:
         yield f'"communication_codec" does not go with {name}, which has "optimizer.params.codec": delete it'
     if config.zero_optimization.stage == 3:
         yield '"communication_codec" does not go with "zero_optimization.stage" 3, which is FSDP2: use stage 0, 1 or 2'
+    yield from _beside_codecs('"communication_codec"', config)
+
+
+def _beside_codecs(codec: str, config: EngineConfig) -> Iterator[str]:
+    """What can do nothing where every step's gradients go through the codec of this name."""
     for key in ("communication_data_type", "prescale_gradients", "gradient_predivide_factor"):
         if getattr(config, key) != EngineConfig.model_fields[key].get_default():
-            yield f'"communication_codec" says how gradients travel, beside which "{key}" can do nothing: delete one'
+            yield f'{codec} says how gradients travel, beside which "{key}" can do nothing: delete it'
 
 
 def _stage_3_codecs(zero: Any) -> Iterator[str]:
