@@ -237,6 +237,12 @@ def test_state_on_a_disk_learns_and_resumes_alike(tmp_path) -> None:
     threads.run(rank, 2)
 
 
+def test_buckets_of_one_element_of_16_bits() -> None:
+    zero = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1}}
+    small, usual = (train(make_engine(threads.single(60.0), settings(**more, **BF16)), range(3)) for more in (zero, {}))
+    assert small == usual
+
+
 NONE, CPU, NVME = OffloadConfig(), OffloadConfig(device="cpu"), OffloadConfig(device="nvme", nvme_path="/nvme")
 
 

@@ -175,7 +175,9 @@ class OptimizerBuilder:
             "stage": zero.stage,
             "named_parameters": self.model.named_parameters(),
             "param_dtype": dtype,
-            "bucket_bytes": zero.reduce_bucket_size * (_BYTES_OF_FP32 if dtype is None else dtype.itemsize),
+            "bucket_bytes": max(
+                _BYTES_OF_FP32, zero.reduce_bucket_size * (_BYTES_OF_FP32 if dtype is None else dtype.itemsize)
+            ),
             "averaging": self._averaging(comm),
         }
 

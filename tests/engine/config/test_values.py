@@ -175,6 +175,11 @@ NOT_WITH_LOCAL_STEPS: dict[str, dict[str, Any]] = {
         ({"communication_codec": "int4", "zero_optimization": {"stage": 3}}, "AdamW", "use stage 0, 1 or 2"),
         ({"communication_codec": "int4", "communication_data_type": "bf16"}, "AdamW", "delete it"),
         ({"communication_data_type": "bf16"}, "OneBitMuon", 'params.codec" of OneBitMuon says how gradients travel'),
+        (
+            {"communication_codec": "int4", "zero_optimization": {"offload_optimizer": NVME}},
+            "AdamW",
+            'device" "nvme" and "communication_codec"',
+        ),
         ({"prescale_gradients": True}, "OneBitMuon", 'beside which "prescale_gradients" can do nothing'),
         ({"zero_optimization": {"stage": 3}}, "OneBitLamb", "Use stage 0 or 1, or AdamW with stage 3"),
         ({"zero_optimization": {"stage": 3}}, "OneBitAdam", "in full precision"),
@@ -238,6 +243,12 @@ NOT_WITH_LOCAL_STEPS: dict[str, dict[str, Any]] = {
 )
 def test_combinations_that_cannot_work(keys: dict[str, Any], optimizer: str | None, message: str) -> None:
     assert message in refusal(**keys, optimizer=optimizer and {"type": optimizer})
+
+
+def test_a_warmups_wire_is_named_once() -> None:
+    keys = {"communication_data_type": "fp16", "optimizer": {"type": "OneBitAdam", "params": {"warmup_wire": "bf16"}}}
+    assert '"communication_data_type" and "optimizer.params.warmup_wire" say the same' in refusal(**keys)
+    assert load(**(keys | {"optimizer": {"type": "OneBitAdam"}})).communication_data_type == "fp16"
 
 
 def test_combinations_that_work() -> None:

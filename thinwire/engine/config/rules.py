@@ -152,6 +152,8 @@ def _disk(config: EngineConfig) -> Iterator[str]:
         if zero.node_size > 1 or zero.gradients_codec is not None:
             kept = "copies of weights" if zero.node_size > 1 else "residuals of gradients"
             yield f'{section}param.device" "nvme" does not go with codecs that keep {kept} in memory: delete either'
+    if zero.offload_optimizer.device == "nvme" and config.communication_codec is not None:
+        yield f'{section}optimizer.device" "nvme" and "communication_codec", which needs master weights: delete one'
     if zero.offload_optimizer.device == "nvme" and config.checkpoint.async_save:
         yield f'{section}optimizer.device" "nvme" and "checkpoint.async_save", which copies all to memory: delete one'
 
@@ -180,6 +182,7 @@ def _own_optimizer(config: EngineConfig) -> Iterator[str]:
 
 def _against(entry: OptimizerEntry, config: EngineConfig) -> Iterator[str]:
     """What this optimizer has against the rest of the configuration."""
+    assert config.optimizer is not None
     name, zero = entry.name, config.zero_optimization
     if zero.stage not in entry.stages:
         *others, last = map(str, entry.stages)
@@ -201,6 +204,8 @@ def _against(entry: OptimizerEntry, config: EngineConfig) -> Iterator[str]:
             f'"zero_optimization.offload_optimizer" does not go with {name} at stage 0, where every rank keeps all '
             "state beside its weights: use stage 1 or 2, or delete it"
         )
+    if config.communication_data_type is not None and "warmup_wire" in config.optimizer.params:
+        yield '"communication_data_type" and "optimizer.params.warmup_wire" say the same of the warmup: delete one'
     if "rest_codec" in entry.options.model_fields:
         yield from _beside_codecs(f'"optimizer.params.codec" of {name}', config)
     if config.progressive_layer_drop.enabled and entry.local_steps:
