@@ -227,6 +227,8 @@ def replicas() -> None:
     refused(TypeError, "not a pipeline's", DiLoCo, pipeline.parameters(), torch.optim.AdamW, lr=RATE, mesh=mesh["dp"])
     given = {"lr": RATE, "mesh": mesh["dp"], "max_norm": 1.0 + mesh.get_local_rank("pp")}
     refused(ValueError, "max_norm is 2.0 against 1.0", OneBitAdam, pipeline.parameters(), **given)
+    small = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))  # its stages have blocks of unlike length
+    OneBitAdam(Pipeline(small, 2, mesh=mesh, loss_fn=LOSS).parameters(), lr=RATE, mesh=mesh["dp"]).close()
     other = ShardedOptimizer(gpt2().parameters(), torch.optim.AdamW, lr=RATE, mesh=mesh["dp"])
     refused(ValueError, "has parameters of no pipeline", pipeline.train_batch, stream, other)
 

@@ -255,11 +255,12 @@ class Replica:
 
     def check(self, parameters: Sequence[Tensor], names: Sequence[str], settings: Mapping[str, Any]) -> None:
         """Raise ValueError, on all ranks that hold the same parameters, unless they hold the same of what is whole; and
-        on all stages unless they have the same settings, their names aside. Finds `part`. Collective."""
+        on all stages unless they have the same settings, but for names and the length of blocks, which follow from
+        their parameters. Finds `part`. Collective."""
         if self.parts is not None:
             self._check_whole(self.parts, parameters, names)
         if self._stages is not None:
-            check_same_on_every_rank(self._stages.comm, [], [], {**settings, "names": None})
+            check_same_on_every_rank(self._stages.comm, [], [], {**settings, "names": None, "block_size": None})
         self._elements += sum(one.numel() for one in parameters)
         total = torch.tensor(float(self._elements), dtype=torch.float64, device=parameters[0].device)
         self.all_reduce(total)
