@@ -124,7 +124,7 @@ SUBJECTS = {
         "validation loss (nats a character)",
         400,
         {"adamw": (1e-3, 2e-3, 4e-3), "muon": (2.5e-3, 5e-3, 1e-2)},
-        (BASELINE, *_MUONS, *DILOCO),
+        (BASELINE, "onebit-adam-int4", "onebit-adam-stat2-int4", "adamw-int4", *_MUONS, *DILOCO),
         (2,),
         (CharacterModelSize(layers=4, width=256, heads=4, length=64), 4),
     ),

@@ -132,5 +132,5 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     panel.set_ylabel("validation loss (nats a masked token)")
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(frameon=False)
+    panel.legend(frameon=False, fontsize=9, loc="upper right")
     plotting.save(figure, path)
