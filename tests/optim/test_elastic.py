@@ -226,9 +226,10 @@ def test_who_lacks_some_of_a_step_that_others_have_takes_it_over(kind: str, at: 
 def test_who_joins_has_the_weights_and_the_state_of_the_others(
     kind: str, from_step: int, disturbed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes the steps that the others take meanwhile, but for local ones, or if it could not look on: for these they
-    wait."""
-    options = {"elastic": replace(SETTINGS, workers=2)}
+    """It takes the steps that the others take meanwhile, with what they decide, but for local ones, or if it could not
+    look on: for these they wait."""
+    options = {"elastic": replace(SETTINGS, workers=2), "resync_interval": 1}
+    decided = set[int]()
     come, followed, follow = threading.Event(), list[int](), ElasticWorkers._follow
 
     def note(workers: ElasticWorkers, step: Any) -> int:
@@ -253,6 +254,7 @@ def test_who_joins_has_the_weights_and_the_state_of_the_others(
 
     def end(model: Tower, optimizer: Any, workers: ElasticWorkers) -> tuple[Tensor, dict[str, Any], dict[int, Any]]:
         optimizer.synchronize_weights()
+        decided.add(workers.decisions.passed)
         divided = workers._shares.mine if isinstance(workers, ShardedWorkers) else ()
         held = {number: workers._steps.state_of(number) for number in divided}
         return flat(model.parameters()), optimizer.state_dict(), held
@@ -284,6 +286,7 @@ def test_who_joins_has_the_weights_and_the_state_of_the_others(
     (first, saved, held), (second, _, by_second), (late, of_late, by_late) = together([stays, stays, joins])
     assert torch.equal(first, second)
     assert torch.equal(first, late)
+    assert len(decided) == 1
     assert bool(followed) is (kind not in ("zero-one adam", "stage 1"))
     for number, state in saved["state"].items():
         assert all(torch.equal(one, of_late["state"][number][name]) for name, one in state.items())

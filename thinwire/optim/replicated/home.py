@@ -54,7 +54,6 @@ class ReplicatedHome(AlgorithmHome):
         self.parameters, self.names = self._table.parameters, self._table.names
         self._nodes, self._links = link_nodes(comm, options.nodes)
         self._exchange_comm = comm.duplicate()
-        self._decisions: Communicator = comm
         wire = Wire(self._exchange_comm, options, self._links, decisions=None if options.elastic is None else comm)
         self._layout = FreezeGroups(self._table, wire, options, recipe.algorithm, self._make_rule)
         self.groups, self.in_flight = self._layout.groups, self._layout.step
@@ -66,7 +65,6 @@ class ReplicatedHome(AlgorithmHome):
         self.add_parameters()
         if options.elastic is not None:
             self.workers, self.grows = _enter(self, options.elastic, optimizer.param_groups), False
-            self._decisions = self.workers.decisions
 
     # What it reports
 
@@ -140,7 +138,8 @@ class ReplicatedHome(AlgorithmHome):
         """Now and then, see whether all ranks hold the same weights, and give them rank 0's where not. Collective."""
         if not self._comparisons.due(self.in_flight.number, self.in_sync):
             return
-        comm, on_drift = self._decisions, self._options.on_drift
+        wire, on_drift = self._layout.wire, self._options.on_drift
+        comm = wire.decisions if wire.changes else self.comm  # who looks on is no worker yet, and has theirs told
         if not rank_checks.compare_replicas(comm, self.parameters, self.steps, on_drift, "rank 0's"):
             rank_checks.broadcast_from_rank_0(comm, self._table.weights())
             self._table.publish_all()
