@@ -567,7 +567,11 @@ def test_what_elastic_workers_cannot_have_is_refused_at_once(
         (torch.optim.AdamW, {"offload": True}, "offload does not go with elastic="),
         (torch.optim.AdamW, {"comm": threads.single(1.0)}, "a worker of an elastic job is one process"),
         (torch.optim.AdamW, {"rest_codec": "int8"}, "rest_codec does not go with elastic="),
-        (torch.optim.Adafactor, {}, "Adafactor keeps 'row_var' of shape (2, 1), torch.float32 for a parameter"),
+        (
+            type("Factored", (torch.optim.Adafactor,), {}),
+            {},
+            "Factored keeps 'row_var' of shape (2, 1), torch.float32 for a parameter",
+        ),
     ],
 )
 def test_what_elastic_workers_of_a_sharded_optimizer_cannot_have_is_refused_at_once(
@@ -582,6 +586,34 @@ def test_1_bit_muon_names_what_takes_elastic_workers() -> None:
     given: Any = SETTINGS
     with pytest.raises(ValueError, match=r'use thinwire.ShardedOptimizer\(.*Muon, stage=0, codec="int4", elastic='):
         thinwire.OneBitMuon(Tower().named_parameters(), elastic=given)
+
+
+def test_a_worker_with_other_data_ends_alone() -> None:
+    dealt = threading.Event()
+
+    def deals() -> int:
+        model = Tower()
+        optimizer, workers = make(model, "adam", elastic=replace(SETTINGS, workers=2))
+        sampler = thinwire.ElasticBatchSampler(optimizer, 60, batch=8, micro_batch=4)
+        dealt.set()
+        for one in sampler.steps(DataLoader(range(60), batch_sampler=sampler)):
+            if optimizer.steps == 5:
+                break
+            for batch in one:
+                (one.weight * loss_of(model, int(batch[0]), 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize_weights()
+        return workers.comm.size
+
+    def differs() -> None:
+        optimizer, _ = make(Tower(), "adam", elastic=replace(SETTINGS, workers=2))
+        assert dealt.wait(60)
+        with pytest.raises(ValueError, match="size of ElasticBatchSampler is 61 here and 60 on the job's first worker"):
+            thinwire.ElasticBatchSampler(optimizer, 61, batch=8, micro_batch=4)
+        optimizer.close()
+
+    assert together([deals, differs]) == [1, None]
 
 
 def test_a_sampler_is_refused_where_it_could_not_deal() -> None:

@@ -115,12 +115,14 @@ class Membership:
         self.heart = Heart(self._another_store(), self.name, self.settings.silence)
 
     @_asked
-    def agree_on(self, settings: Mapping[str, Any]) -> None:
-        """Raise ValueError, naming a difference, unless these are what the job's first worker has."""
+    def agree_on(self, settings: Mapping[str, Any], about: str = "settings") -> None:
+        """Leave and raise ValueError, naming a difference, unless these are what the job's first worker has; `about`:
+        what they are of."""
         mine = json.dumps(settings)
-        first: dict[str, Any] = json.loads(self._store.propose("settings", mine))
+        first: dict[str, Any] = json.loads(self._store.propose(about, mine))
         for name, value in json.loads(mine).items():
             if first.get(name) != value:
+                self.leave()
                 raise ValueError(
                     f"{name} is {value!r} here and {first.get(name)!r} on the job's first worker: every worker needs "
                     "the same model and settings. A new job at the same meeting place needs another Elastic(job=...)"

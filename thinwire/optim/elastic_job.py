@@ -17,6 +17,7 @@ from thinwire.comm.agreement import on_every_rank
 from thinwire.comm.elastic import Elastic, MembershipError, reach
 from thinwire.comm.membership import Generation, Membership, Record
 from thinwire.compress.packet import PacketError, SettingsError
+from thinwire.version import __version__
 
 
 def own_communicator(
@@ -69,11 +70,8 @@ def enter_elastic_job(
         (name, list(one.shape), str(one.dtype), one.requires_grad) for name, one in zip(names, parameters, strict=True)
     ]
     digest = hashlib.sha256(json.dumps(model).encode()).hexdigest()[:16]
-    try:
-        membership.agree_on({**settings, "parameters": len(model), "model": digest})
-    except ValueError:
-        membership.leave()
-        raise
+    own = {"parameters": len(model), "model": digest, "version of thinwire": __version__}
+    membership.agree_on({**settings, **own})
     return membership
 
 

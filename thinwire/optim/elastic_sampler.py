@@ -105,7 +105,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
         micro_batch: samples of one backward.
         seed: of the order, which differs from epoch to epoch; the same on every worker.
 
-    Make one on every worker before its first step. Raises ValueError, or TypeError, for what cannot work.
+    Make one on every worker before its first step. Raises ValueError, or TypeError, for what cannot work, or is not as
+    on the job's first worker, which ends this worker's part in the job.
     """
 
     def __init__(
@@ -124,6 +125,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
             raise ValueError(f"batch={batch} is no multiple of micro_batch={micro_batch}")
         if workers.in_use:
             raise ValueError("make the ElasticBatchSampler before the optimizer's first step, whose data it deals")
+        told = {"size": size, "batch": batch, "micro_batch": micro_batch, "seed": seed}
+        workers.membership.agree_on({f"{name} of ElasticBatchSampler": one for name, one in told.items()}, "data")
         self._optimizer, self._workers, self._order = optimizer, workers, _Order(size, seed)
         self._batch, self._micro_batch = batch, micro_batch
         self._taken = self._changed = 0  # steps, and how often some died whose samples were dealt anew

@@ -35,6 +35,7 @@ from tests.optim.diloco.tower import (
 )
 from tests.refusing import refused
 from thinwire.comm import CommunicationError, Communicator, Elastic, MembershipError, threads
+from thinwire.optim import elastic_job
 from thinwire.optim.diloco.elastic_home import ElasticHome
 
 __all__ = ["meeting"]
@@ -254,7 +255,7 @@ def test_what_elastic_workers_cannot_have(options: dict[str, Any], error: str) -
     refused(ValueError, error, make_elastic, Tower(), **options)
 
 
-def test_what_one_worker_cannot_do_alone() -> None:
+def test_what_one_worker_cannot_do_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Tower()
     optimizer, _ = make_elastic(model, elastic=Elastic(workers=1, address="here:1"))
     step(model, optimizer, 0)
@@ -263,6 +264,10 @@ def test_what_one_worker_cannot_do_alone() -> None:
     refused(RuntimeError, "not one worker's to forget", optimizer.reset_state)
     with pytest.raises(ValueError, match="every is 5 here and 6 on the job's first worker"):
         make_elastic(Tower(), elastic=Elastic(workers=1, address="here:1"), every=5)
+    with monkeypatch.context() as other:
+        other.setattr(elastic_job, "__version__", "0")
+        settings = Elastic(workers=1, address="here:1")
+        refused(ValueError, "version of thinwire is '0' here and", make_elastic, Tower(), elastic=settings)
     optimizer.synchronize()
     refused(RuntimeError, "has ended this worker's part", step, model, optimizer, 0)
     with pytest.raises(CommunicationError, match="is over: there is nothing to join"):
