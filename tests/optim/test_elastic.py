@@ -588,16 +588,18 @@ def test_1_bit_muon_names_what_takes_elastic_workers() -> None:
         thinwire.OneBitMuon(Tower().named_parameters(), elastic=given)
 
 
-def test_a_worker_with_other_data_ends_alone() -> None:
-    dealt = threading.Event()
+@pytest.mark.parametrize("micro_batch", [4, 8])
+def test_a_worker_with_other_data_or_without_any_ends_alone(micro_batch: int) -> None:
+    """Of two, one of which brings samples of its own, or finds one micro-batch a step, which the first one gets."""
+    dealt, ended, sizes = threading.Event(), threading.Event(), {"batch": 8, "micro_batch": micro_batch}
 
     def deals() -> int:
         model = Tower()
-        optimizer, workers = make(model, "adam", elastic=replace(SETTINGS, workers=2))
-        sampler = thinwire.ElasticBatchSampler(optimizer, 60, batch=8, micro_batch=4)
+        optimizer, workers = make(model, "adam", elastic=replace(SETTINGS, workers=2 if micro_batch == 4 else 1))
+        sampler = thinwire.ElasticBatchSampler(optimizer, 60, **sizes)
         dealt.set()
         for one in sampler.steps(DataLoader(range(60), batch_sampler=sampler)):
-            if optimizer.steps == 5:
+            if optimizer.steps >= 5 and ended.is_set():
                 break
             for batch in one:
                 (one.weight * loss_of(model, int(batch[0]), 1)).backward()
@@ -606,14 +608,20 @@ def test_a_worker_with_other_data_ends_alone() -> None:
         optimizer.synchronize_weights()
         return workers.comm.size
 
-    def differs() -> None:
-        optimizer, _ = make(Tower(), "adam", elastic=replace(SETTINGS, workers=2))
+    def ends() -> None:
+        assert micro_batch == 4 or dealt.wait(60)
+        optimizer, _ = make(Tower(), "adam", elastic=replace(SETTINGS, workers=2 if micro_batch == 4 else 1))
         assert dealt.wait(60)
-        with pytest.raises(ValueError, match="size of ElasticBatchSampler is 61 here and 60 on the job's first worker"):
-            thinwire.ElasticBatchSampler(optimizer, 61, batch=8, micro_batch=4)
+        if micro_batch == 4:
+            told = "size of ElasticBatchSampler is 61 here and 60 on the job's first worker"
+            refused(ValueError, told, thinwire.ElasticBatchSampler, optimizer, 61, **sizes)
+        else:
+            steps = thinwire.ElasticBatchSampler(optimizer, 60, **sizes).steps([])
+            refused(ValueError, "1 micro-batches a step are too few for 2 workers", next, steps)
         optimizer.close()
+        ended.set()
 
-    assert together([deals, differs]) == [1, None]
+    assert together([deals, ends]) == [1, None]
 
 
 def test_a_sampler_is_refused_where_it_could_not_deal() -> None:

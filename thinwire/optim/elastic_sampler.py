@@ -157,26 +157,28 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """The steps to come, each with this worker's batches of `loader`, whose `batch_sampler` this is. It is begun
         anew when workers have come or gone, so that what it had read ahead for others is not used.
 
-        Raises ValueError if there are more workers than micro-batches, on those that get none, and RuntimeError unless
-        the optimizer steps once for each.
+        Raises ValueError if there are more workers than micro-batches, on those that came last, which get none and
+        leave the job, and RuntimeError unless the optimizer steps once for each.
         """
         while True:
             names, changed, batches = self._workers.dealt_to, self._changed, iter(loader)
             count, workers = self._batch // self._micro_batch, len(names)
             mine = len(self._shares(names, list(range(self._batch)))[self._workers.membership.name])
             if not mine:
+                self._workers.close()
                 raise ValueError(f"{count} micro-batches a step are too few for {workers} workers: make them smaller")
             while (self._workers.dealt_to, self._changed) == (names, changed):
                 taken = self._taken
-                yield StepBatches(self._optimizer, batches, mine, workers / count)
+                yield StepBatches(self._optimizer, batches, mine, min(workers, count) / count)
                 if self._taken != taken + 1:
                     raise RuntimeError(f"the optimizer took {self._taken - taken} steps for one of the sampler's")
 
     def _shares(self, names: Sequence[str], numbers: list[int]) -> dict[str, list[list[int]]]:
-        """The micro-batches of each worker."""
+        """The micro-batches of each worker; if they are too few, of those that have been in the job for longest."""
         size, workers = self._micro_batch, len(names)
         cut = [numbers[first : first + size] for first in range(0, len(numbers), size)]
-        ends = [len(cut) * place // workers for place in range(workers + 1)]
+        taking = min(workers, len(cut))
+        ends = [len(cut) * min(place, taking) // taking for place in range(workers + 1)]
         return {name: cut[ends[place] : ends[place + 1]] for place, name in enumerate(names)}
 
     def _end_step(self, dealt_to: list[str], took_part: list[str] | None) -> None:
