@@ -203,6 +203,10 @@ def test_workers_meet_in_a_file_or_at_a_served_place_and_at_none_that_nobody_ser
         assert worker.finish(0)
     del place
     refused(MembershipError, "cannot be written", reach, Elastic(workers=1, address=f"file:{tmp_path}/no/meeting"))
+    other = tmp_path / "notes"
+    other.write_text("garbage")
+    refused(MembershipError, "holds something else", reach, Elastic(workers=1, address=f"file:{other}"))
+    assert other.read_text() == "garbage"
     refused(ValueError, "served by none: start the workers with file:/x", serve, "file:/x")
     with pytest.raises(MembershipError, match=r"no meeting place is served at 127.0.0.1:1: start `python -m"):
         reach(Elastic(workers=1, address="127.0.0.1:1", join_timeout=0.1, timeout=30.0))

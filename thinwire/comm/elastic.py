@@ -4,6 +4,7 @@ worker reaches it, how it is asked without ever waiting for longer than a limit,
 from __future__ import annotations
 
 import atexit
+import fcntl
 import math
 import os
 import threading
@@ -155,12 +156,21 @@ def reach(settings: Elastic) -> tuple[Store, str]:
 
 def _file_store(path: Path) -> Store:
     try:
-        path.touch()
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)  # no worker is in the middle of writing
+            file.seek(0)
+            begins = file.read(_LONGEST_BEGIN)
     except OSError as error:
         raise MembershipError(
             f"the meeting place {path} cannot be written: give a file in a folder that all workers share ({error})"
         ) from error
+    if begins and _BEGIN not in begins:  # torch would wait in it without end
+        raise MembershipError(f"the meeting place {path} holds something else: give a file that is not there yet")
     return FileStore(str(path), -1)
+
+
+_BEGIN, _LONGEST_BEGIN = b"refcount", 64
+"""The first key of each of torch's FileStores, and bytes within which it stands."""
 
 
 Result = TypeVar("Result")
