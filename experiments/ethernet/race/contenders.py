@@ -77,7 +77,7 @@ def _ours(optimizer: str, **options: Any) -> Callable[[nn.Module, Plan, Communic
 
 def _diloco(every: int, codec: str, colour: str, suffix: str = "", **options: Any) -> Contender:
     label = f"DiLoCo, {every} steps, {'fp32' if codec == 'none' else codec}{suffix}"
-    build = _learner("diloco", every=every, codec=codec, **options)
+    build = _learner("diloco", every=every, codec=codec, fused=True, **options)  # as DDP's AdamW
     return Contender(label, colour, build, None, "local", ours=True, steps_alike=False, bursts=True)
 
 
