@@ -39,7 +39,7 @@ __all__ = [
 
 PROVIDERS["dialect of configurations"] = "thinwire.deepspeed.config.translation"
 PROVIDERS["communicators of groups"] = "thinwire.comm.launch"
-PROVIDERS["homes of elastic workers"] = "thinwire.optim.replicated.torch_steps"
+PROVIDERS["homes of elastic workers"] = "thinwire.optim.replicated.torch_homes"
 PROVIDERS["engines"] = "thinwire.deepspeed.initialization"
 
 # Torch alone takes a second to import, which `thinwire plan --help` need not wait for.

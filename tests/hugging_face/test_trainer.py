@@ -49,6 +49,7 @@ def make(folder: Path, config: Any = ONE_BIT, options: dict[str, Any] | None = N
 PARAMS: dict[str, dict[str, Any]] = {
     "DiLoCo": {"every": 4, "fragments": 1, "overlap": 0},
     "OneBitAdam": {"freeze_step": 4},
+    "OneBitMuon": {},
     "AdamW": {},
 }
 

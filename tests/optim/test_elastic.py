@@ -1,6 +1,7 @@
 """OneBitAdam and its kin on workers that come and go, as threads that meet at a store of their process."""
 
 import copy
+import math
 import re
 import threading
 import time
@@ -12,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 import thinwire
 from tests.optim.diloco.tower import SETTINGS, Tower, flat, loss_of, meeting, quick, together
@@ -47,7 +49,16 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sharded muon": exact(thinwire.optim.Muon),
     "sharded muon, int4": exact(thinwire.optim.Muon, codec="int4"),
     "stage 1": exact(torch.optim.AdamW, stage=1),
+    "1-bit muon": (thinwire.OneBitMuon, {"max_norm": 0.5, "rest_codec": "int4"}),
+    "1-bit muon, stat2": (
+        thinwire.OneBitMuon,
+        {"codec": ("int4", "stat2"), "nesterov": True, "stage": 2, "bucket_bytes": 300},
+    ),
 }
+
+
+WITH_MATRICES = ("sharded muon, int4", "1-bit muon", "1-bit muon, stat2")
+"""Of these plain ones have blocks of int4 end with each matrix, or owners of what is none."""
 
 
 def make(model: Tower, kind: str, **options: Any) -> tuple[Any, ElasticWorkers]:
@@ -90,6 +101,7 @@ def run(
     *,
     stays: bool = False,
     workers: int = 3,
+    model_of: Callable[[], Any] = Tower,
     **options: Any,
 ) -> Tensor:
     """The weights with which the workers end of whom the last one does as `victim` says, after which it is gone unless
@@ -97,7 +109,7 @@ def run(
     options["elastic"] = replace(SETTINGS, workers=workers, job=f"job {next(_JOBS)}")
 
     def body() -> Tensor | None:
-        model = Tower()
+        model = model_of()
         optimizer, workers = make(model, kind, **options)
         number = workers.dealt_to.index(workers.membership.name)
         while optimizer.steps < 20:
@@ -127,10 +139,9 @@ def leaves_after(steps: int) -> Callable[[Tower, Any, ElasticWorkers], None]:
     return leave
 
 
-# Of Muon, the plain one has blocks of int4 end with each matrix.
 @pytest.mark.parametrize(
     ("kind", "workers"),
-    [*((kind, 3) for kind in KINDS if kind not in ("adam, clipped", "sharded muon, int4")), ("stage 1", 2)],
+    [*((kind, 3) for kind in KINDS if kind not in ("adam, clipped", *WITH_MATRICES)), ("stage 1", 2)],
 )
 def test_undisturbed_it_is_the_plain_optimizer_bit_for_bit(kind: str, workers: int) -> None:
     def plain(comm: Communicator) -> Tensor:
@@ -167,6 +178,12 @@ def test_undisturbed_it_is_the_plain_optimizer_bit_for_bit(kind: str, workers: i
         ("stage 1", 9, 2, True, True),
         *(("stage 1", 9, call, after, True) for call in (3, 4) for after in (False, True)),  # new weights
         ("sharded sgd, int4", 9, 2, True, True),
+        *(
+            ("1-bit muon", 9, call, after, False) for call in (2, 4, 5) for after in (False, True)
+        ),  # buddies, vote, steps
+        ("1-bit muon", 9, 6, True, True),
+        ("1-bit muon, stat2", 1, 5, True, False),
+        ("1-bit muon, stat2", 9, 6, True, True),
         ("zero-one adam", 5, 4, True, True),  # the freeze
         ("zero-one adam", 9, 1, True, False),  # a local step before a sync
     ],
@@ -181,6 +198,120 @@ def test_a_death_costs_no_step(kind: str, at: int, call: int, after: bool, count
                 step(model, optimizer, 2)
 
     assert torch.equal(run(kind, die), run(kind, leaves_after(at + counts)))
+
+
+class Matrices(nn.Module):
+    """Matrices of unlike sizes, one without elements, and nothing else; two have a leading direction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = ((37, 5), (70, 37), (48, 70), (1, 48), (0, 3))
+        generator = torch.Generator().manual_seed(7)
+        self.matrices = nn.ParameterList(torch.randn(*size, generator=generator) * 0.2 for size in sizes)
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        for matrix in self.matrices[:-1]:
+            inputs = (inputs @ matrix.T).tanh()
+        return inputs
+
+
+OF_MATRICES: list[dict[str, Any]] = [
+    {"bucket_bytes": 20_000},
+    {"codec": "stat2", "nesterov": True, "weight_decay": 0.1, "stage": 1},
+    {"codec": ("int4", "sign1"), "low_rank": 0, "max_norm": 0.3},
+    {"low_rank": 1, "resync_interval": 7},
+]
+
+
+@pytest.mark.filterwarnings("ignore:OneBitMuon has ranks wait")
+@pytest.mark.parametrize("options", OF_MATRICES, ids=str)
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_undisturbed_matrices_of_1_bit_muon_move_as_without_elastic_bit_for_bit(
+    options: dict[str, Any], workers: int
+) -> None:
+    def plain(comm: Communicator) -> Tensor:
+        model = Matrices()
+        optimizer = thinwire.OneBitMuon(
+            model.named_parameters(), **{"lr": 0.01, "block_size": 64, "comm": comm} | options
+        )
+        for _ in range(20):
+            step(model, optimizer, comm.rank)
+        return flat(model.parameters())
+
+    of_elastic = run("1-bit muon", None, workers=workers, model_of=Matrices, **{"max_norm": 0.0} | options)
+    assert torch.equal(of_elastic, threads.run(plain, workers)[0])
+
+
+@pytest.mark.parametrize("workers", [3, 5])
+@pytest.mark.parametrize(("call", "after"), [*((call, False) for call in (1, 2, 4, 5, 8)), (8, True), (10, True)])
+def test_a_death_costs_no_step_of_matrices_whose_leading_directions_leave_apart(
+    workers: int, call: int, after: bool
+) -> None:
+    """1 to 4 are directions and what is left, for owners and for buddies; then the votes, and what owners send."""
+
+    def die(model: Any, optimizer: Any, workers: ElasticWorkers) -> None:
+        if optimizer.steps == 9:
+            kill_at(workers, call, after)
+            while True:
+                step(model, optimizer, 2)
+
+    options: dict[str, Any] = {"workers": workers, "model_of": Matrices}
+    counts = call == 10
+    assert torch.equal(run("1-bit muon", die, **options), run("1-bit muon", leaves_after(9 + counts), **options))
+
+
+@pytest.mark.filterwarnings("ignore:step .* was skipped")
+def test_a_step_of_1_bit_muon_that_is_skipped_changes_nothing() -> None:
+    """Nor does one that other settings send again, nor one without a gradient for some matrix, of that matrix."""
+    done = list[int]()
+
+    def disturb(model: Tower, optimizer: Any, workers: ElasticWorkers) -> None:
+        if optimizer.steps in (0, 9) and optimizer.steps not in done:
+            done.append(optimizer.steps)
+            (loss_of(model, 2, 1) * math.nan).backward()
+            optimizer.step()
+            assert optimizer.last_step.overflow
+            optimizer.zero_grad()
+
+    assert torch.equal(run("1-bit muon", disturb, stays=True), run("1-bit muon", None))
+    assert done == [0, 9]
+
+
+def test_settings_of_1_bit_muon_count_as_they_are_at_the_step_and_weights_as_others_wrote_them() -> None:
+    """And a matrix without a gradient stays where it is; one with it on some workers alone is an error on all."""
+
+    def body(late: bool) -> Tensor:
+        model = Tower()
+        optimizer, workers = make(model, "1-bit muon", elastic=replace(SETTINGS, job=f"job {late}"))
+        number = workers.dealt_to.index(workers.membership.name)
+        for at in range(12):
+            optimizer.zero_grad()
+            left_out, before = model.layers[1], model.layers[1].weight.detach().clone()
+            if at in (4, 5):
+                model.layers[1] = nn.Identity()
+            loss_of(model, number, at).backward()
+            model.layers[1] = left_out
+            for group in optimizer.param_groups if at == 7 else ():
+                group["weight_decay"] = 0.5
+            optimizer.step()
+            assert torch.equal(left_out.weight, before) is (at in (4, 5))
+            for group in optimizer.param_groups if at == 6 and not late else ():
+                group["weight_decay"] = 0.5
+            if at == 8:
+                with torch.no_grad():
+                    model.first.weight.fill_(0.25)
+        assert (model.first.weight - 0.25).abs().max() < 0.2
+        optimizer.zero_grad()
+        model.layers[1] = left_out if number else nn.Identity()
+        message = r"layers.1.weight.* on ranks \[1, 2\] but none on ranks \[0\]"
+        refused(ValueError, message, step, model, optimizer, number)
+        model.layers[1] = left_out
+        optimizer.close()
+        return flat(model.parameters())
+
+    first, second = (together([lambda late=late: body(late)] * 3) for late in (False, True))  # type: ignore[misc]
+    assert all(torch.equal(one, first[0]) for one in (*first, *second))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -221,6 +352,8 @@ def test_who_lacks_some_of_a_step_that_others_have_takes_it_over(kind: str, at: 
         ("sharded muon, int4", 2, ""),
         ("stage 1", 9, ""),
         ("stage 1", 9, "its state is lost on the way"),
+        ("1-bit muon", 9, ""),
+        ("1-bit muon, stat2", 2, "its state is lost on the way"),
     ],
 )
 def test_who_joins_has_the_weights_and_the_state_of_the_others(
@@ -287,11 +420,11 @@ def test_who_joins_has_the_weights_and_the_state_of_the_others(
     assert torch.equal(first, second)
     assert torch.equal(first, late)
     assert len(decided) == 1
-    assert bool(followed) is (kind not in ("zero-one adam", "stage 1"))
+    assert bool(followed) is (kind not in ("zero-one adam", "stage 1", "1-bit muon", "1-bit muon, stat2"))
     for number, state in saved["state"].items():
         assert all(torch.equal(one, of_late["state"][number][name]) for name, one in state.items())
     for number, state in by_late.items():  # also held by one of the others
-        (same,) = (one[number] for one in (held, by_second) if number in one)
+        same = next(one[number] for one in (held, by_second) if number in one)
         assert all(torch.equal(one, same[name]) for name, one in state.items())
 
 
@@ -336,15 +469,16 @@ def test_what_no_worker_has_loaded_is_told_on_all() -> None:
     together([lambda: body(second, saves=False)] * 3)
 
 
+@pytest.mark.parametrize("kind", ["stage 1", "1-bit muon"])
 @pytest.mark.parametrize("at_once", [False, True])
-def test_state_outlives_one_of_the_two_workers_that_hold_it_and_not_both(at_once: bool) -> None:
+def test_state_outlives_one_of_the_two_workers_that_hold_it_and_not_both(kind: str, at_once: bool) -> None:
     """Five share it. Two that hold some together die at once, or one and then the other."""
     options: dict[str, Any] = {"elastic": replace(SETTINGS, workers=5, silence=2.0)}
     dies = threading.Barrier(2)
 
     def body() -> str:
         model = Tower()
-        optimizer, workers = make(model, "stage 1", **options)
+        optimizer, workers = make(model, kind, **options)
         number = workers.dealt_to.index(workers.membership.name)
         held = [set(one) for one in workers._holds]
         pair = next(pair for pair in product(range(5), range(5)) if pair[0] < pair[1] and held[pair[0]] & held[pair[1]])
@@ -360,7 +494,8 @@ def test_state_outlives_one_of_the_two_workers_that_hold_it_and_not_both(at_once
             except MembershipError as error:
                 names = [workers._names_now[one] for one in pair]
                 return str(error) if all(name in str(error) for name in names) else "nameless"
-        assert {sum(one in held for held in workers._holds) for one in range(len(workers._sizes))} == {2}
+        on_all = {3} if kind == "1-bit muon" and not at_once else set()
+        assert {sum(one in held for held in workers._holds) for one in range(len(workers._sizes))} == {2} | on_all
         optimizer.synchronize_weights()
         return str(flat(model.parameters()).tolist())
 
@@ -482,7 +617,8 @@ def test_every_sample_counts_once_an_epoch_in_batches_of_one_size(kind: str, mon
 
 
 @pytest.mark.parametrize(
-    "kind", ["adam", "adam, int4 warmup", "zero-one adam", "sharded sgd, int4", "sharded muon", "stage 1"]
+    "kind",
+    ["adam", "adam, int4 warmup", "zero-one adam", "sharded sgd, int4", "sharded muon", "stage 1", *WITH_MATRICES[1:]],
 )
 @pytest.mark.parametrize("at", [4, 11])
 def test_a_job_resumes_in_another_bit_for_bit(kind: str, at: int) -> None:
@@ -568,6 +704,16 @@ def test_what_elastic_workers_cannot_have_is_refused_at_once(
         (torch.optim.AdamW, {"comm": threads.single(1.0)}, "a worker of an elastic job is one process"),
         (torch.optim.AdamW, {"rest_codec": "int8"}, "rest_codec does not go with elastic="),
         (
+            thinwire.optim.Muon,
+            {"stage": 1, "codec": "sign1", "rest_codec": ("stat2", "int4")},
+            "what has no owner has averages come back as gradients leave, got rest_codec=('stat2', 'int4')",
+        ),
+        (
+            thinwire.optim.Muon,
+            {"stage": 1, "codec": "sign1", "param_dtype": torch.bfloat16},
+            "elastic= of owners takes fp32 parameters, in fp32, got torch.bfloat16: leave param_dtype out",
+        ),
+        (
             type("Factored", (torch.optim.Adafactor,), {}),
             {},
             "Factored keeps 'row_var' of shape (2, 1), torch.float32 for a parameter",
@@ -580,12 +726,6 @@ def test_what_elastic_workers_of_a_sharded_optimizer_cannot_have_is_refused_at_o
     given = {"stage": 0, "elastic": SETTINGS} | options
     with pytest.raises(ValueError, match=re.escape(message)):
         thinwire.ShardedOptimizer(Tower().parameters(), inner, **given)
-
-
-def test_1_bit_muon_names_what_takes_elastic_workers() -> None:
-    given: Any = SETTINGS
-    with pytest.raises(ValueError, match=r'use thinwire.ShardedOptimizer\(.*Muon, stage=0, codec="int4", elastic='):
-        thinwire.OneBitMuon(Tower().named_parameters(), elastic=given)
 
 
 @pytest.mark.parametrize("micro_batch", [4, 8])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -111,6 +111,9 @@ def make_exact_exchange(
 class ExchangeToOwners(Exchange):
     """Leg 1 alone: owners keep the average of their shards, `average_of_own`, fp32 [shard], until the next `start`."""
 
+    buddies: ClassVar[bool] = False
+    """Whether what goes to an owner goes to the next rank too."""
+
     def __init__(self, *between: Any, **options: Any) -> None:
         super().__init__(*between, **options)
         self.owner_residual = None
@@ -124,7 +127,7 @@ class ExchangeToOwners(Exchange):
             for offset, shape in matrices
             if self.worker_place.start <= offset < self.worker_place.stop
         ]
-        self._leading = LeadingDirections(self._comm, self.shard, held, low_rank, self._device)
+        self._leading = LeadingDirections(self._comm, self.shard, held, low_rank, self._device, self.buddies)
 
     @override
     def advance(self, adjust: Adjust | None = None) -> None:
@@ -161,6 +164,8 @@ class ExchangeFromOwners(Exchange):
             self._send_average(number, send)
 
 
+_Kind = TypeVar("_Kind")
+
 _ITERATIONS = 2
 _DEPENDENT = 1e-5  # what is left of a unit vector beyond the span of others, in fp32
 
@@ -196,9 +201,11 @@ class LeadingDirections:
         matrices: Sequence[tuple[int, torch.Size]],
         low_rank: int,
         device: torch.device,
+        buddies: bool = False,
     ) -> None:
-        """`matrices`: offsets in [comm.size, shard], and shapes, of which dimensions beyond the first count as one."""
-        self._comm = comm
+        """`matrices`: offsets in [comm.size, shard], and shapes, of which dimensions beyond the first count as one.
+        `buddies`: send an owner's to the next rank too."""
+        self._comm, self._copies = comm, 1 + (buddies and comm.size > 1)
         self._factors: list[_Factors] = []
         self._widths = [0] * comm.size
         for offset, (rows, *others) in matrices:
@@ -212,7 +219,7 @@ class LeadingDirections:
                 self._widths[owner] = right.stop
         widest = max((one.shape[1] for one in self._factors), default=0)
         self._start = torch.randn(low_rank, widest, generator=torch.Generator().manual_seed(0)).to(device)
-        self._leg: Leg | None = None
+        self._legs: list[Leg] = []
 
     def take_and_send(self, values: Tensor) -> None:
         """Take them out of `values`, fp32 [comm.size, shard], whose rows are for the owners, and send them."""
@@ -232,18 +239,25 @@ class LeadingDirections:
             packet[one.right] = (basis @ matrix).reshape(-1)
             left, right = self._read(packet[None], one)
             matrix.addmm_(left.T, right, alpha=-1)
-        received = send.new_empty(self._comm.size, self._widths[self._comm.rank])
-        work = self._comm.all_to_all(received, send, sizes=self._widths, async_op=True)
-        self._leg = Leg(send, received, work)
+        self._legs = [self._send(send, behind) for behind in range(self._copies)]
 
-    def add_mean(self, average: Tensor) -> None:
-        """Wait for them, and add their mean over the senders to `average`, fp32 [shard], of this owner."""
-        if self._leg is None:
+    def _send(self, send: Tensor, behind: int) -> Leg:
+        """Send each rank what `send` has for the owner so many ranks before it."""
+        widths = rolled(self._widths, behind)
+        if behind:
+            send = torch.cat(rolled(torch.split(send, self._widths), behind))
+        received = send.new_empty(self._comm.size, widths[self._comm.rank])
+        return Leg(send, received, self._comm.all_to_all(received, send, sizes=widths, async_op=True))
+
+    def add_mean(self, average: Tensor, behind: int = 0) -> None:
+        """Wait for them, and add their mean over the senders to `average`, fp32 [shard], of the owner so many ranks
+        before this one."""
+        if not self._factors:
             return
-        leg, self._leg = self._leg, None
+        leg = self._legs[behind]
         leg.work.wait()
         for one in self._factors:
-            if one.owner == self._comm.rank:
+            if one.owner == (self._comm.rank - behind) % self._comm.size:
                 left, right = self._read(leg.received, one)
                 average[one.matrix].view(one.shape).addmm_(left.T, right, alpha=1 / len(leg.received))
 
@@ -251,6 +265,11 @@ class LeadingDirections:
         """Both factors of a matrix, fp32, of all senders: [senders · rank, rows], [the same, columns]."""
         rows, columns = one.shape
         return packets[:, one.left].float().view(-1, rows), packets[:, one.right].float().view(-1, columns)
+
+
+def rolled(of_owners: Sequence[_Kind], behind: int) -> list[_Kind]:
+    """For each rank what is of the owner so many ranks before it."""
+    return [*of_owners[len(of_owners) - behind :], *of_owners[: len(of_owners) - behind]]
 
 
 def _orthonormal(bases: Sequence[Tensor]) -> list[Tensor]:

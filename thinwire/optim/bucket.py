@@ -58,7 +58,7 @@ class Bucket:
         self.zero_variance: Tensor | None = None
         self.sent: Exchange | None = None
         self.stayed = self.rewritten = False
-        self.segments = Segments((slot.offset, slot.numel) for slot in layout.slots)
+        self.segments = Segments(sorted((slot.offset, slot.numel) for slot in layout.slots))
         self._parameters, self._algorithm = shared.parameters, shared.algorithm
         self._clock, self._wire, self._step = shared.clock, shared.wire, shared.step
         self._local = shared.algorithm if isinstance(shared.algorithm, LocalSteps) else None

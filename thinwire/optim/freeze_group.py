@@ -258,7 +258,7 @@ class FreezeGroup:
 
     def check_averages(self) -> None:
         """Raise RuntimeError unless the step in flight averages gradients."""
-        if self.send is not Send.EXACT:
+        if self.send is not Send.EXACT or any(bucket.layout.whole for bucket in self.buckets):
             raise RuntimeError(
                 "there is no averaged gradient: the optimizer's steps are compressed by now, and ranks send momenta "
                 "instead of gradients. `.grad` holds this rank's own"

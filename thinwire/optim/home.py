@@ -231,8 +231,10 @@ class AlgorithmHome(Home):
             kinds -= {form.momentum, form.denominators or ""}
             kinds |= {PACKED_MOMENTUM, PRECONDITIONER_LOW, PRECONDITIONER_HIGH}
             codes = {PACKED_PRECONDITIONER}
+        owned = () if self._options.owned is None else map(self.names.__getitem__, self._options.owned.shapes)
+        steps_come_back = frozenset(owned)
         for name in names:
-            for kind in kinds | codes:
+            for kind in (kinds - {_WARMUP + _OWNER_RESIDUAL} if name in steps_come_back else kinds) | codes:
                 check_saved(source, kind, name, codes=kind in codes)
             for rank, kind in chain(product(ranks or (), of_rank), product(own or (), own_state)):
                 if f"{kind}.{name}" not in source.rank_keys(rank):

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import Nodes
+from thinwire.comm.elastic import Elastic
 from thinwire.comm.launch import join
 from thinwire.compress.packet_layout import LOW_RANK, BlockCodecName
 from thinwire.optim.exact import ExactOptimizer, check_betas, check_not_negative
@@ -253,7 +254,11 @@ class OneBitMuon(ShardedOptimizer):
         adjust_lr_fn, ns_steps, ns_dtype, betas, eps, muon_lr, adam_lr: as in `thinwire.optim.Muon`.
         resync_interval: steps between two comparisons of all replicas.
         stage: 0, 1 or 2.
-        comm_backend_name: as in OneBitAdam, and all others as in ShardedOptimizer, but no elastic.
+        elastic: workers, each a process, that come and go, in fp32. The worker after a matrix's owner is its buddy: it
+            gets the same packets, so that leg 1 takes twice the bytes, and keeps the same momentum and master weights.
+            If both die, the job ends. What is no hidden matrix is averaged through one `rest_codec` on both legs, and
+            stepped by all.
+        comm_backend_name: as in OneBitAdam, and all others as in ShardedOptimizer.
 
     Raises ValueError or TypeError, on every rank, for parameters or options that cannot work.
     """
@@ -290,9 +295,9 @@ class OneBitMuon(ShardedOptimizer):
         nodes: Nodes = "auto",
         resync_interval: int = 100,
         averaging: Averaging = PLAIN_AVERAGING,
-        elastic: None = None,
+        elastic: Elastic | None = None,
     ) -> None:
-        comm = join(comm, mesh, comm_backend_name)
+        over = _ranks(elastic, comm, mesh, comm_backend_name)
         named = None if named_parameters is None else list(named_parameters)
         mark_matrices(named or ())
         rates: dict[str, Any] = {"lr": lr, "muon_lr": muon_lr, "adam_lr": adam_lr, "weight_decay": weight_decay}
@@ -300,10 +305,9 @@ class OneBitMuon(ShardedOptimizer):
         rest = {"betas": betas, "eps": eps, "low_rank": low_rank}
         sent = {"nodes": nodes, "resync_interval": resync_interval, "offload": offload, "pin_memory": pin_memory}
         super().__init__(
-            _checked(params, elastic, warn=comm.rank == 0),
+            _checked(params, warn=over["comm"] is None or over["comm"].rank == 0),
             Muon,
             stage=stage or 1,
-            comm=comm,
             named_parameters=named,
             param_dtype=param_dtype,
             bucket_bytes=LARGEST_BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
@@ -313,18 +317,19 @@ class OneBitMuon(ShardedOptimizer):
             codec=_both(codec),
             rest_codec=_both(rest_codec),
             adjust_lr_fn=adjust_lr_fn,
-            **{**rates, **matrices, **rest, **sent},
+            **{**over, **rates, **matrices, **rest, **sent},
         )
         self.stage = stage
         self._warn_of_unlike_shares()
-        self._savings = SavingsReport(self, comm, recipe=None, uncompressed=self._home.uncompressed_step_bytes)
+        self._savings = SavingsReport(self, self.comm, recipe=None, uncompressed=self._home.uncompressed_step_bytes)
 
     frozen = True
     """Every step is compressed."""
 
     def _warn_of_unlike_shares(self) -> None:
         """Warn if owners have so unlike shares of the matrices that all wait for those with most."""
-        assert isinstance(self._home, ShardedHome)
+        if not isinstance(self._home, ShardedHome):  # of as many workers as come
+            return
         layouts = [one.layout for one in self._home._parameters.buckets if one.layout.whole]
         held = sum(slot.numel + one.block_size * self.comm.size for one in layouts for slot in one.slots)
         times = sum(one.padded_numel for one in layouts) / held if held else 1.0
@@ -343,19 +348,23 @@ class OneBitMuon(ShardedOptimizer):
         super().close()
 
 
+def _ranks(elastic: Elastic | None, comm: Communicator | None, mesh: DeviceMesh | None, backend: Any) -> dict[str, Any]:
+    """Over which ranks, as ShardedOptimizer takes it: those that there are, or workers that come and go."""
+    if elastic is None:
+        return {"comm": join(comm, mesh, backend)}
+    if backend not in (None, "gloo"):
+        raise ValueError(f"elastic workers exchange over Gloo, got comm_backend_name={backend!r}: leave it out")
+    return {"comm": comm, "mesh": mesh, "elastic": elastic}
+
+
 def _both(codec: Any) -> Any:
     if codec is None:
         raise ValueError("codec and rest_codec must name what is sent, got None: use ShardedOptimizer to send exactly")
     return (codec, codec) if isinstance(codec, str) else codec
 
 
-def _checked(params: ParamsT, elastic: object, warn: bool) -> list[dict[str, Any]]:
+def _checked(params: ParamsT, warn: bool) -> list[dict[str, Any]]:
     """The groups of `params`, with a warning if matrices are told from embeddings by their dimensions alone."""
-    if elastic is not None:
-        raise ValueError(
-            "OneBitMuon takes no elastic=, as each matrix's momentum lies on one worker alone: use "
-            'thinwire.ShardedOptimizer(params, thinwire.optim.Muon, stage=0, codec="int4", elastic=...)'
-        )
     groups = groups_of(params)
     told = ("param_names" in group or "use_muon" in group for group in groups)
     held = [one for group, known in zip(groups, told, strict=True) if not known for one in group["params"]]

@@ -20,7 +20,7 @@ from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.optim.algorithm import Algorithm, FreezeRule, FreezeStep, make_freeze_rule
 from thinwire.optim.settings import WarmupWire
-from thinwire.optim.step import ROUNDING, AdamSettings, Peak
+from thinwire.optim.step import ROUNDING, AdamSettings, OwnedParameters, Peak
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
 from thinwire.zero.sharded_home import check_interval
@@ -90,6 +90,7 @@ class HomeOptions:
             that average exactly, the dtype in which gradients travel too, and division before they are summed. What a
             compressed step sends, a codec scales by itself.
         elastic: workers, each a process, that come and go while the job runs, over Gloo; at stage 0.
+        owned: parameters that one of such workers steps for all.
     """
 
     comm: Communicator | None = None
@@ -111,6 +112,7 @@ class HomeOptions:
     reversible: bool | None = None
     averaging: Averaging = PLAIN_AVERAGING
     elastic: Elastic | None = None
+    owned: OwnedParameters | None = None
 
     @property
     def clips_to(self) -> float:
@@ -196,9 +198,8 @@ class HomeOptions:
         own = ("comm", "mesh", "comm_backend_name", "named_parameters", "elastic")
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in own}
         nodes = self.nodes if isinstance(self.nodes, str) else list(self.nodes)
-        return {**values, "max_norm": self.clips_to, "param_dtype": str(self.param_dtype), "nodes": nodes} | {
-            "averaging": self.averaging.compared()
-        }
+        told = {"max_norm": self.clips_to, "averaging": self.averaging.compared(), "owned": repr(self.owned)}
+        return {**values, **told, "param_dtype": str(self.param_dtype), "nodes": nodes}
 
 
 COMPRESSED_WIRES: Final = ("int8", "int4", "fp8", "stat2", "sign1")

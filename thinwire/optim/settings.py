@@ -165,7 +165,13 @@ class OneBitMuonOptions(OptionModel):
     adam_lr: NotNegative | None = None
     block_size: BlockSize = 2048
     comm_backend_name: Backend = unset()
-    elastic: Literal[None] = only(None, 'use "Muon" with "communication_codec", as "int4", which takes it')
+    elastic: ElasticOptions | None = None
+
+    @model_validator(mode="after")
+    def _rest_is_averaged(self) -> Self:
+        if self.elastic is not None and isinstance(self.rest_codec, tuple) and len(set(self.rest_codec)) > 1:
+            raise ValueError(f"rest_codec must be one codec with elastic, got {list(self.rest_codec)}")
+        return self
 
 
 OPTIONS: Mapping[str, type[OptionModel]] = {

@@ -10,11 +10,12 @@ from enum import Enum, auto
 from itertools import chain
 from typing import Annotated, Any, Literal, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from thinwire.compress.packet import Flags
-from thinwire.compress.packet_layout import BlockCodecName
+from thinwire.compress.packet_layout import BlockCodecName, CodecName
 from thinwire.optim.settings import WarmupWire
 from thinwire.zero.rank_checks import NormSketch, clip_of_norm
 from thinwire.zero.replica import Replica
@@ -149,6 +150,16 @@ class Parameters:
     def rates(self) -> list[float]:
         """Read the learning rates of all parameter groups."""
         return [float(group["lr"]) for group in self.groups]
+
+
+@dataclass(frozen=True)
+class OwnedParameters:
+    """Those with one owner each, and their shapes, by number. Owners get their gradients through the first of `codecs`,
+    with `low_rank` directions beside it, and send their steps through the second."""
+
+    shapes: Mapping[int, torch.Size]
+    codecs: tuple[CodecName, CodecName]
+    low_rank: int
 
 
 @dataclass(frozen=True)

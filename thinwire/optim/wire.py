@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
+from thinwire.compress.buddies import ExchangeWithBuddies
 from thinwire.compress.codecs import CastCodec, make_codec, zeros_with_room
 from thinwire.compress.exchange import EncodePart, Exchange
 from thinwire.compress.hierarchical_exchange import make_exchange
@@ -44,7 +45,7 @@ class Wire:
         self.ranks = comm.size
         self._exact_codec = make_codec(options.exact_codec, options.block_size)
         self.rounds_averages = options.warmup_wire in COMPRESSED_WIRES
-        self._links = links
+        self._links, self._owned = links, options.owned
         self._residual_dtypes = residual_dtypes
 
     def padded_numel(self, layout: BucketLayout) -> int:
@@ -58,6 +59,14 @@ class Wire:
         all, or `to_owners` alone."""
         codec, rounds, numel = self._exact_codec, self.rounds_averages, layout.numel
         given: dict[str, Any] = {"bucket": index, "device": device}
+        if self._owned is not None and layout.whole:
+            there, back = (make_codec(name, layout.block_size) for name in self._owned.codecs)
+            made = ExchangeWithBuddies(self.comm, numel, there, back, gaps=layout.gaps, **given)
+            made.skip_padding(layout.filled)
+            if self._owned.low_rank:
+                matrices = [(slot.offset, self._owned.shapes[slot.parameter]) for slot in layout.slots]
+                made.send_apart(matrices, self._owned.low_rank)
+            return made
         if to_owners:
             return make_exchange(ExchangeToOwners, self.comm, self._links, numel, codec, **given)
         if self._links is None and not rounds:

@@ -132,13 +132,20 @@ def partition(
 
 
 def partition_whole(
-    numels: Sequence[int], order: Sequence[int], *, world_size: int, block_size: int, bucket_numel: int
+    numels: Sequence[int],
+    order: Sequence[int],
+    *,
+    world_size: int,
+    block_size: int,
+    bucket_numel: int,
+    given: list[int] | None = None,
 ) -> list[WholeLayout]:
     """Cut the parameters `order` into buckets of at least `bucket_numel` elements, each parameter owned by one rank.
 
     A bucket goes on until its owners' shares are about equal, so that none waits long for another, and little memory is
     padding; what is left over joins as many of the last buckets as it takes. Who has least of the buckets before gets
-    the largest share. Owners are the same wherever this is computed.
+    the largest share. Owners are the same wherever this is computed. `given`: elements that each owner has of other
+    buckets, to which these are added.
     """
     if bucket_numel < 1:
         raise ValueError(f"bucket_numel must be at least 1, got {bucket_numel}")
@@ -150,7 +157,7 @@ def partition_whole(
     while len(members) > 1 and not _is_full([numels[one] for one in members[-1]], world_size, 1):
         rest = members.pop()
         members[-1] += rest
-    given = [0] * world_size
+    given = [0] * world_size if given is None else given
     return [_share_out(numels, one, given, block_size) for one in members if one]
 
 

@@ -81,7 +81,8 @@ class ShardedOptimizer(SynchronizedOptimizer):
         resync_interval: steps between two comparisons of replicas, at stage 0 and with `codec`.
         elastic: workers, each a process, that come and go while the job runs, over Gloo; for classes whose state has an
             fp32 value for each element, or one for all. `.grad` then keeps this worker's own gradients. At stage 1, in
-            fp32 and without a codec, a parameter's state lies whole on two workers: if both die, the job ends.
+            fp32 and without a codec, or with one for matrices as in OneBitMuon, a parameter's state lies whole on two
+            workers: if both die, the job ends.
         options: for the optimizer class: lr, betas, ...
 
     A parameter without a gradient on some ranks counts as zero there; without one on any rank it is left alone, as in

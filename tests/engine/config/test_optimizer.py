@@ -297,7 +297,13 @@ BESIDE_ELASTIC: list[tuple[str, dict[str, Any], str]] = [
     ("AdamW", {"gradient_predivide_factor": 2.0}, '"gradient_predivide_factor" does not go'),
     ("OneBitLion", {"gradient_allreduce_op": "sum"}, '"gradient_allreduce_op" does not go'),
     ("AdamW", {"comms_logger": {"enabled": True}}, '"comms_logger" does not go'),
-    ("OneBitMuon", {}, 'elastic" can only be null, got {"workers": 2}: use "Muon" with "communication_codec"'),
+    ("OneBitMuon", {ZERO: {"stage": 1}, "bf16": {"enabled": True}}, '"bf16" does not go with "optimizer.params.elas'),
+    (
+        "OneBitMuon",
+        {ZERO: {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+        '"zero_optimization.offload_optimizer" does',
+    ),
+    ("OneBitMuon", {ZERO: {"stage": 3}}, '"zero_optimization.stage" 3'),
 ]
 
 
@@ -308,7 +314,7 @@ def test_what_elastic_workers_cannot_have_is_told_with_its_key(kind: str, change
         load_config(config | changes, 2)
 
 
-@pytest.mark.parametrize("kind", ["OneBitAdam", "AdamW"])
+@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitMuon", "AdamW"])
 def test_elastic_workers_are_checked(kind: str) -> None:
     message = refusal("optimizer", kind, elastic={"workers": 2, "min_workers": 3})
     assert '"optimizer.params.elastic" cannot work: min_workers=3 is more than workers=2' in message

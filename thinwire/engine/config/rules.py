@@ -162,7 +162,7 @@ def _own_optimizer(config: EngineConfig) -> Iterator[str]:
     """What goes with some optimizers of ours only, by the registry."""
     name = config.optimizer.type if config.optimizer is not None else None
     if config.optimizer is not None and config.optimizer.params.get("elastic") and not is_local_updates(name):
-        yield from _against_elastic(name not in registry.NAMES, config)
+        yield from _against_elastic(name or "", config)
     if name in registry.NAMES:
         yield from _against(registry.entry(name), config)
         return
@@ -234,20 +234,22 @@ def _against_local_updates(config: EngineConfig) -> Iterator[str]:
         yield f'"{path}" does not go with {LOCAL_UPDATES}, {why}: delete it'
 
 
-def _against_elastic(exact: bool, config: EngineConfig) -> Iterator[str]:
-    """What workers that come and go, of an `exact` optimizer or a 1-bit one, have against the rest."""
+def _against_elastic(name: str, config: EngineConfig) -> Iterator[str]:
+    """What workers that come and go, of the optimizer of this name, have against the rest."""
+    exact, has_owners = name not in registry.NAMES, name == "OneBitMuon"
     zero, elastic = config.zero_optimization, '"optimizer.params.elastic"'
     beside = {"bf16": config.bf16.enabled, "communication_codec": config.communication_codec is not None}
-    if zero.stage > (exact and not any(beside.values())):
+    if zero.stage > (exact and not any(beside.values())) and not has_owners:
         also = ', or 1 in fp32 and without "communication_codec"' if exact else ""
         got = " and ".join([str(zero.stage), *(f'"{key}"' for key, there in beside.items() if there and exact)])
         yield f'{elastic} goes with "zero_optimization.stage" 0{also}, got {got}'
     alone, means = "a worker is one process", "gradients are means over the workers that are there"
     refused = (
+        ("bf16", config.bf16.enabled and has_owners, f"{name}'s owners and buddies step fp32 parameters"),
         ("fp16", config.fp16.enabled, 'workers have no loss scale in common, which "bf16" does without'),
         (
             "zero_optimization.offload_optimizer",
-            exact and zero.offload_optimizer.device != "none",
+            (exact or has_owners) and zero.offload_optimizer.device != "none",
             "workers use all of their state at every step",
         ),
         (

@@ -14,7 +14,7 @@ from thinwire.comm import CommunicationError, Communicator
 from thinwire.compress.codecs import resized
 from thinwire.compress.exchange import Exchange, look_on
 from thinwire.compress.packet import Flags, PacketError
-from thinwire.optim.bucket import Bucket
+from thinwire.optim.bucket import Bucket, place_of
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.replicated.parameters import WholeStorage
 from thinwire.optim.replicated.synchronizer import SynchronizedBackward, Synchronizer
@@ -132,7 +132,9 @@ def hand_on(before: FreezeGroup, after: FreezeGroup, owned: Owned) -> None:
         new.residual_scale = old.residual_scale
         kept = dict(_with_residuals(old))
         for kind, exchange in _with_residuals(new, also_new="compressed" in kept):
-            if kind in kept:
+            if kind in kept and new.layout.whole:
+                _go_on_elsewhere(exchange, new, kept[kind], old)
+            elif kind in kept:
                 _go_on(exchange, kept[kind])
             if (new.index, kind) in owned:
                 _own_again(exchange, *owned[new.index, kind])
@@ -161,6 +163,15 @@ def _go_on(exchange: Exchange, before: Exchange) -> None:
         exchange.worker_residual = resized(residual, numel, len(exchange.worker_residual))
     if payload is not None:
         exchange._payload, exchange._free = None, resized(payload, numel, exchange.padded_numel)
+
+
+def _go_on_elsewhere(exchange: Exchange, bucket: Bucket, before: Exchange, old: Bucket) -> None:
+    """Have it keep a worker's residual where parameters lie in other places."""
+    new, held = exchange.worker_residual, before.worker_residual
+    assert new is not None
+    assert held is not None
+    for here, there in zip(bucket.layout.slots, old.layout.slots, strict=True):
+        new[place_of(here)].copy_(held[place_of(there)])
 
 
 def _own_again(exchange: Exchange, place: slice, residual: Tensor) -> None:

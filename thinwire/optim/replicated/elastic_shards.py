@@ -9,9 +9,7 @@ the death, or a newcomer, has left too little of it, unless one of the workers h
 from __future__ import annotations
 
 import io
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,35 +20,12 @@ from thinwire.comm import CommunicationError
 from thinwire.comm.elastic import MembershipError
 from thinwire.comm.membership import Generation, Record
 from thinwire.compress.packet import PacketError
-from thinwire.optim.algorithm import Algorithm
 from thinwire.optim.elastic_job import StepPhase, positions
 from thinwire.optim.replicated.elastic_buckets import Arrival
 from thinwire.optim.replicated.elastic_workers import ElasticWorkers
+from thinwire.optim.replicated.torch_steps import TorchSteps
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.saved_state import SavedSlice, SliceSource, read_state, state_slices
-
-
-@dataclass
-class Shares:
-    """`mine`: the parameters, by number, whose state lies here. `publish`: called with all that a step moves anywhere,
-    once those that are `mine` have been moved here."""
-
-    mine: set[int]
-    publish: Callable[[Sequence[int]], None] = field(default=lambda moved: None)
-
-
-class DividedSteps(Algorithm):
-    """An algorithm that steps, with `shares`, what is theirs alone, and then publishes."""
-
-    shares: Shares | None
-
-    @abstractmethod
-    def state_of(self, number: int) -> dict[str, Any]:
-        """A parameter's state: tensors in its shape, and what is one value for all elements."""
-
-    @abstractmethod
-    def set_state(self, number: int, state: Mapping[str, Any]) -> None:
-        """Go on with such state, flat or in shape, or with none."""
 
 
 def divide(holds: Sequence[set[int]], sizes: Sequence[int]) -> list[set[int]]:
@@ -82,12 +57,12 @@ def divide(holds: Sequence[set[int]], sizes: Sequence[int]) -> list[set[int]]:
 
 
 class ShardedWorkers(ElasticWorkers):
-    """ElasticWorkers that divide the state of DividedSteps."""
+    """ElasticWorkers that divide the state of TorchSteps."""
 
     def __init__(self, elastic: Any, options: Any, layout: Any, *others: Any) -> None:
         self._sizes = [max(1, one.numel() if one.requires_grad else 0) for one in layout.table.parameters]
         steps = layout.groups[0].algorithm
-        assert isinstance(steps, DividedSteps)
+        assert isinstance(steps, TorchSteps)
         assert steps.shares is not None
         self._shares, steps.shares.publish = steps.shares, self._publish
         self._published, self._settled, self._settled_elsewhere = 0, -1, -1
@@ -97,9 +72,9 @@ class ShardedWorkers(ElasticWorkers):
         super().__init__(elastic, options, layout, *others)
 
     @property
-    def _steps(self) -> DividedSteps:
+    def _steps(self) -> TorchSteps:
         steps = self._layout.groups[0].algorithm
-        assert isinstance(steps, DividedSteps)
+        assert isinstance(steps, TorchSteps)
         return steps
 
     # One step

@@ -20,9 +20,9 @@ from thinwire.optim.home import AlgorithmHome, check_in_sync, check_settings, sl
 from thinwire.optim.options import HomeOptions, Recipe
 from thinwire.optim.replicated.capture import CudaGraphs, StepCapture, check_can_be_captured
 from thinwire.optim.replicated.elastic_buckets import ElasticSynchronizer
-from thinwire.optim.replicated.elastic_shards import ShardedWorkers
 from thinwire.optim.replicated.elastic_workers import ElasticWorkers
 from thinwire.optim.replicated.joining import CommonState
+from thinwire.optim.replicated.owned_steps import elastic_kinds
 from thinwire.optim.replicated.parameters import ParameterTable, weight_and_master
 from thinwire.optim.replicated.synchronizer import FreezeGroups, SynchronizedBackward, Synchronizer
 from thinwire.optim.step import Send
@@ -59,8 +59,7 @@ class ReplicatedHome(AlgorithmHome):
         self.groups, self.in_flight = self._layout.groups, self._layout.step
         self.mover: Callable[[Callable[[], None]], None] = operator.call
         self._comparisons = ComparisonTimes(options.resync_interval)
-        made = Synchronizer if options.elastic is None else ElasticSynchronizer
-        self._synchronizer = made(self, self._table, self._layout)
+        self._synchronizer = elastic_kinds(options)[0](self, self._table, self._layout)
         self.watcher = self._synchronizer.watcher
         self.add_parameters()
         if options.elastic is not None:
@@ -318,7 +317,7 @@ def _enter(home: ReplicatedHome, elastic: Elastic, groups: list[dict[str, Any]])
         home.in_flight.number, home._comparisons.shared_at = where["step"], where["shared_at"]
 
     state = CommonState(home._layout, groups, lambda: {**counters_of("", groups), **home.counters()}, load)
-    made = ShardedWorkers if home._options.stage else ElasticWorkers
+    made = elastic_kinds(home._options)[1]
     return made(elastic, home._options, home._layout, home._synchronizer, compared, state, home._apply)
 
 

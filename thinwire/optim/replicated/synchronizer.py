@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from thinwire.optim.step import Send, Step
 from thinwire.optim.wire import Wire
 from thinwire.zero import BucketLayout, bucket_numel, partition
 from thinwire.zero.backward import BackwardWatcher
+from thinwire.zero.bucket_layout import partition_whole
 from thinwire.zero.home import ring_bytes
 from thinwire.zero.rank_checks import NormSketch, agree_on_absent, agree_on_order, clip_coefficient, find_overflowing
 from thinwire.zero.replica import kind_of
@@ -52,6 +54,7 @@ class FreezeGroups:
     storages: list[WholeStorage] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
     uncompressed_bytes: int = 0
+    _given: list[int] = field(default_factory=list)  # elements that each owner has, of buckets with owners
 
     def __post_init__(self) -> None:
         self.comm = self.wire.comm
@@ -82,6 +85,7 @@ class FreezeGroups:
         self.groups.clear()
         self.storages.clear()
         self.buckets = []
+        self._given = [0] * self.comm.size
         for buckets in freeze_groups:
             self._add([self._cut(order, whole=True)[0] for order in buckets])
 
@@ -90,22 +94,37 @@ class FreezeGroups:
         order = [index for index in reversed(range(len(self.table))) if self.table.parameters[index].requires_grad]
         return [[slot.parameter for slot in layout.slots] for layout in self._cut(order)]
 
+    def owners(self, size: int) -> list[set[int]]:
+        """Which parameters each of so many ranks owns, of those with one owner."""
+        found, given = [set[int]() for _ in range(size)], [0] * size
+        for layout in (bucket.layout for bucket in self.buckets if bucket.layout.whole):
+            numels = [parameter.numel() for parameter in self.table.parameters]
+            order, most = [slot.parameter for slot in layout.slots], layout.numel + 1
+            (cut,) = partition_whole(
+                numels, order, world_size=size, block_size=layout.block_size, bucket_numel=most, given=given
+            )
+            for slot in cut.slots:
+                found[slot.offset // cut.shard].add(slot.parameter)
+        return found
+
     def _cut(self, order: Sequence[int], *, whole: bool = False) -> list[BucketLayout]:
         """Buckets of the parameters `order`, of one kind each; one of all of them where they stay `whole`."""
         numels = [parameter.numel() for parameter in self.table.parameters]
         numel = sum(numels[parameter] for parameter in order)
-        kinds = [kind_of(parameter) for parameter in self.table.parameters]
-        return [
-            layout
-            for kind in sorted({kinds[number] for number in order}, reverse=True)
-            for layout in partition(
-                numels,
-                [number for number in order if kinds[number] == kind],
-                world_size=self.comm.size,
-                block_size=self._options.block_size,
-                bucket_numel=numel + 1 if whole else bucket_numel(self._options.bucket_bytes, numel, _FP32_BYTES),
-            )
-        ]
+        most = numel + 1 if whole else bucket_numel(self._options.bucket_bytes, numel, _FP32_BYTES)
+        owned = () if self._options.owned is None else self._options.owned.shapes
+        kinds = [(kind_of(parameter), number in owned) for number, parameter in enumerate(self.table.parameters)]
+        found: list[BucketLayout] = []
+        for kind in sorted({kinds[number] for number in order}, reverse=True):
+            of_kind = [number for number in order if kinds[number] == kind]
+            given: Any = {"block_size": self._options.block_size, "bucket_numel": most, "world_size": self.comm.size}
+            if not kind[1]:
+                found += partition(numels, of_kind, **given)
+            elif whole:
+                found += partition_whole(numels, of_kind, given=self._given, **given)
+            elif self._options.elastic is not None:  # in buckets that suit as many as begin
+                found += partition_whole(numels, of_kind, **given | {"world_size": self._options.elastic.workers})
+        return found
 
     def cut_anew(self, wire: Wire) -> list[FreezeGroup]:
         """Lay all out for the ranks of another wire, between steps; return the groups as they were, whose state and
@@ -114,6 +133,7 @@ class FreezeGroups:
         self.groups.clear()
         self.storages.clear()
         self.buckets = []
+        self._given = [0] * self.comm.size
         for group in before:
             orders = [[slot.parameter for slot in bucket.layout.slots] for bucket in group.buckets]
             self._add([self._cut(order, whole=True)[0] for order in orders], group)
@@ -156,6 +176,7 @@ class Synchronizer:
     """
 
     watcher_kind = BackwardWatcher
+    _between_all_legs: Callable[[], None] | None = None  # called once every bucket has left, before any begins leg 2
 
     def __init__(self, home: AlgorithmHome, table: ParameterTable, layout: FreezeGroups) -> None:
         self.outcome: SynchronizedBackward | None = None  # of the step in flight, once it is known
@@ -255,7 +276,8 @@ class Synchronizer:
         if self._layout.buckets != self._watched[0]:
             self._sketch = None
         self._step.sketch = self._begin_sketch() if sketched else None
-        between_legs = self._step.clip_by_sketch if sketched and Send.LOCAL not in sends else None
+        clip = self._step.clip_by_sketch if sketched and Send.LOCAL not in sends else None
+        between_legs = self._between_all_legs or clip
         if (buckets := self._layout.buckets, between_legs) != self._watched:
             self._watched = (buckets, between_legs)
             self.watcher.use(buckets, keeps_gradients=True, between_legs=between_legs)
