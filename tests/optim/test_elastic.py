@@ -649,6 +649,16 @@ def test_a_job_resumes_in_another_bit_for_bit(kind: str, at: int) -> None:
     assert all(torch.equal(whole[0], one) for one in [*whole, *again])
 
 
+@pytest.mark.parametrize("kind", ["stage 1", "1-bit muon"])
+def test_a_state_does_not_cross_between_elastic_workers_and_ranks_that_are_given(kind: str) -> None:
+    made, usual = KINDS[kind]
+    plain, model = made(Tower().named_parameters(), lr=0.01, **usual), Tower()
+    elastic, _ = make(model, kind, elastic=replace(SETTINGS, workers=1, job=f"job {next(_JOBS)}"))
+    step(model, elastic, 0)
+    refused(ValueError, "with elastic workers, and this .* is without", plain.load_state_dict, elastic.state_dict())
+    refused(ValueError, "without elastic workers, and this .* is with", elastic.load_state_dict, plain.state_dict())
+
+
 def test_all_workers_begin_at_the_same_state() -> None:
     """Of three one has loaded nothing: it alone ends."""
 

@@ -139,6 +139,9 @@ class Counters(BaseModel):
     part: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None  # of a model on several ranks
 
 
+_OF_ALGORITHMS = {"settings", "freeze_groups"}  # which torch's optimizers count among elastic workers alone
+
+
 class DamagedStateError(ValueError):
     """A saved state is not whole, or not what was written."""
 
@@ -176,6 +179,13 @@ def check_counters(
         raise ValueError(
             f"this state was saved by {name} with {len(settings)} parameter groups, this is {optimizer} with "
             f"{len(groups)}: build the same optimizer, or load the weights alone"
+        )
+    held, wanted = (_OF_ALGORITHMS & one.keys() for one in (saved, counted.model_fields))
+    if {len(held), len(wanted)} == {0, len(_OF_ALGORITHMS)}:
+        before, now = ("with", "without") if held else ("without", "with")
+        raise ValueError(
+            f"this state was saved {before} elastic workers, and this {optimizer} is {now}: build it as it was, or "
+            "load the weights alone"
         )
     try:
         counted.model_validate(saved)
