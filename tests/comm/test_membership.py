@@ -221,6 +221,8 @@ def test_workers_meet_in_a_file_or_at_a_served_place_and_at_none_that_nobody_ser
         ({"workers": 2, "silence": 1.0}, "silence must be from 2 seconds up"),
         ({"workers": 2, "silence": 400.0}, "up to timeout=300"),
         ({"workers": 2, "timeout": 0.0}, "timeout"),
+        ({"workers": 2, "join_timeout": "1"}, "join_timeout must be a positive number of seconds, got '1'"),
+        ({"workers": 2, "silence": None}, "silence must be a positive number of seconds, got None"),
         ({"workers": 2, "job": ""}, "job must be a name"),
     ],
 )

@@ -197,6 +197,7 @@ def test_nodes_are_found_and_numbered() -> None:
         *((stage, [0, 1, 1], "each of the 4 ranks, got 3") for stage in (0, 1)),
         *((stage, None, "group them alike|is 1 against 0") for stage in (0, 1)),
         *((stage, "none", "must be 'auto', 'flat' or") for stage in (0, 1)),
+        *((stage, given, "nodes must be") for stage in (0, 1) for given in (3, [0, 0.5, 1, 1], ["a"] * 4)),
         (2, [0, 0, 0, 1], r"nodes have \[3, 1\] ranks, and every rank owns a shard"),
     ],
 )

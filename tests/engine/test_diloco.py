@@ -180,7 +180,7 @@ def test_nodes_shard_their_state() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (diloco(1), "stage=1 shards state among the ranks of a worker"),
+        (diloco(1), r"stage\" 1 shards state among the ranks of a worker"),
         (diloco(params={"fragments": 9}), "fragments=9 for 3 layers"),
     ],
 )

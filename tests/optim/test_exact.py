@@ -255,6 +255,8 @@ def test_state_goes_through_a_state_dict() -> None:
         (Muon, {"betas": 0.9}, "betas must be two numbers from 0 to below 1, got 0.9"),
         (Muon, {"ns_steps": 0}, "ns_steps must be a whole number from 1 to 99, got 0"),
         (Muon, {"betas": (0.9,)}, "betas must be two numbers"),
+        (Muon, {"betas": (0.9, "x")}, "betas must be two numbers"),
+        (Muon, {"nesterov": "no"}, "nesterov must be true or false, got 'no'"),
     ],
 )
 def test_what_cannot_work(optimizer: type, settings: dict, message: str) -> None:
@@ -263,6 +265,12 @@ def test_what_cannot_work(optimizer: type, settings: dict, message: str) -> None
 
 
 def test_a_vector_is_no_matrix() -> None:
+    marked = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="use_muon must be true or false, of a group as of a parameter, got 'no'"):
+        Muon([{"params": [marked], "use_muon": "no"}])
+    marked.use_muon = "no"
+    with pytest.raises(ValueError, match="use_muon must be true or false"):
+        Muon([marked])
     with pytest.raises(ValueError, match="fewer than two dimensions: set its attribute use_muon to False"):
         Muon([{"params": [nn.Parameter(torch.ones(3))], "use_muon": True}])
 

@@ -6,6 +6,7 @@ import shutil
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -321,3 +322,9 @@ def test_a_gradient_that_others_change_ends_the_step(tmp_path: Path) -> None:
     damage(first)
     refused(RuntimeError, rf"{first.name} holds other bytes", optimizer.step)
     optimizer.close()
+
+
+@pytest.mark.parametrize("offload", ["", 3, b"folder", []], ids=repr)
+def test_what_is_no_folder_is_refused(offload: Any) -> None:
+    message = "offload must be true or false, or for ShardedOptimizer a folder's name, got"
+    refused(TypeError, message, build, threads.single(10.0), make_model(), 1, offload=offload, **ADAMW)

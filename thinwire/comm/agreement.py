@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 import socket
 import warnings
@@ -154,6 +155,17 @@ class NodeGroups:
         return elsewhere / max(1, len(self.node_of) - 1)
 
 
+def check_nodes(nodes: object) -> None:
+    """Raise ValueError unless `nodes` is "auto", "flat" or has whole numbers."""
+    given: Any = nodes
+    try:
+        known = given in ("auto", "flat") if isinstance(given, str) else [operator.index(node) for node in given]
+    except TypeError:
+        known = False
+    if known is False:
+        raise ValueError(f"nodes must be 'auto', 'flat' or the node's number for each rank, got {nodes!r}")
+
+
 def agree_on_nodes(
     comm: Communicator, node_of: Sequence[int] | None = None, environ: Mapping[str, str] | None = None
 ) -> NodeGroups:
@@ -163,7 +175,10 @@ def agree_on_nodes(
     """
     environ = os.environ if environ is None else environ
     agent = environ.get("GROUP_RANK", "") if "TORCHELASTIC_RUN_ID" in environ else ""
-    mine = {"name": f"{socket.gethostname()} {agent}", "given": None if node_of is None else [int(n) for n in node_of]}
+    mine = {
+        "name": f"{socket.gethostname()} {agent}",
+        "given": None if node_of is None else [operator.index(n) for n in node_of],
+    }
     answers = [json.loads(raw) for raw in comm.all_gather_bytes(json.dumps(mine).encode(), "find nodes")]
     given = answers[0]["given"]
     for rank, answer in enumerate(answers):
@@ -271,8 +286,6 @@ def link_nodes(comm: Communicator, nodes: Nodes, *, alike: bool = False) -> tupl
     `alike`: nodes must have equal numbers of ranks; if hosts have not, rank 0 warns and nothing goes by node.
     Collective. Raises ValueError, on every rank, for nodes that cannot be.
     """
-    if isinstance(nodes, str) and nodes not in ("auto", "flat"):
-        raise ValueError(f"nodes must be 'auto', 'flat' or the node's number for each rank, got {nodes!r}")
     groups = agree_on_nodes(comm, None if isinstance(nodes, str) else nodes)
     if nodes == "flat" or not groups.hierarchical:
         return groups, None

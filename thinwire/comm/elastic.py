@@ -20,7 +20,6 @@ from typing import TypeVar
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from thinwire.comm.attendance import in_background
-from thinwire.comm.collectives import check_timeout
 from thinwire.comm.errors import CommunicationError
 from thinwire.comm.torch_backend import serve_store
 
@@ -75,8 +74,10 @@ class Elastic:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         if self.min_workers > self.workers:
             raise ValueError(f"min_workers={self.min_workers} is more than workers={self.workers}")
-        check_timeout(self.timeout)
-        check_timeout(self.join_timeout)
+        for name in ("timeout", "join_timeout", "silence"):
+            seconds = getattr(self, name)
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+                raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
         if not _LEAST_SILENCE <= self.silence <= self.timeout:
             raise ValueError(
                 f"silence must be from {_LEAST_SILENCE:g} seconds up to timeout={self.timeout:g}, got {self.silence!r}"

@@ -23,7 +23,8 @@ def check_not_negative(**values: float) -> None:
 
 def check_betas(betas: tuple[float, float]) -> None:
     """Raise ValueError unless both are from 0 up to, and without, 1."""
-    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    pair = betas if isinstance(betas, tuple | list) and len(betas) == 2 else ("", "")
+    if any(isinstance(beta, str) or not 0 <= beta < 1 for beta in pair):
         raise ValueError(f"betas must be two numbers from 0 to below 1, got {betas}")
 
 

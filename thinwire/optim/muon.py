@@ -106,6 +106,8 @@ class Muon(ExactOptimizer):
         check_betas(betas)
         if not momentum < 1:
             raise ValueError(f"momentum must be from 0 to below 1, got {momentum}")
+        if not isinstance(nesterov, bool):
+            raise ValueError(f"nesterov must be true or false, got {nesterov!r}")
         if not isinstance(ns_steps, int) or not 1 <= ns_steps < 100:
             raise ValueError(f"ns_steps must be a whole number from 1 to 99, got {ns_steps!r}")
         if adjust_lr_fn not in (None, *get_args(AdjustLr)):
@@ -131,6 +133,7 @@ class Muon(ExactOptimizer):
             else:
                 found += _halves(group)
         for group in found:
+            _check_mark(group["use_muon"])
             group.setdefault("lr", muon_lr if group["use_muon"] else adam_lr)
             shapes = group.get("shapes") or [_tensor(one).shape for one in group["params"]]
             if group["use_muon"] and any(len(shape) < 2 for shape in shapes):
@@ -174,7 +177,13 @@ _NOT_HIDDEN = re.compile(r"(^|[._])(emb\w*|wte|wpe|head)([._]|$)", re.IGNORECASE
 def is_hidden_matrix(parameter: Tensor, name: str = "") -> bool:
     """Whether Muon takes a parameter: its attribute `use_muon`, or else if it has two dimensions or more, and no name
     of an embedding or the language model's head."""
-    return bool(getattr(parameter, "use_muon", parameter.dim() >= 2 and not _NOT_HIDDEN.search(name)))
+    return _check_mark(getattr(parameter, "use_muon", parameter.dim() >= 2 and not _NOT_HIDDEN.search(name)))
+
+
+def _check_mark(mark: object) -> bool:
+    if not isinstance(mark, bool):
+        raise ValueError(f"use_muon must be true or false, of a group as of a parameter, got {mark!r}")
+    return mark
 
 
 def mark_matrices(named: Iterable[tuple[str, Tensor]], model: nn.Module | None = None) -> None:

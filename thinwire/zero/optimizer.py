@@ -119,8 +119,8 @@ class ShardedOptimizer(SynchronizedOptimizer):
         self.max_norm = max_norm = 0.0 if max_norm is None else max_norm
         self._saved_name = getattr(optimizer_class, "__name__", type(optimizer_class).__name__)
         whole = getattr(optimizer_class, "whole_parameters", Sharding.whole_parameters)
-        disk = None if isinstance(offload, bool) else Path(offload)
-        in_memory = bool(offload) and disk is None, pin_memory
+        disk = Path(offload) if offload and isinstance(offload, str | os.PathLike) else None
+        in_memory: tuple[Any, bool] = (disk is None and offload, pin_memory)
         laid_out = stage, param_dtype, bucket_bytes, block_size, max_norm, *in_memory, averaging, whole
         pairs = ((one, one if stage == 0 else "int8") if isinstance(one, str) else one for one in (codec, rest_codec))
         by, told = nodes if codec is not None else "flat", {"resync_interval": resync_interval}
@@ -129,7 +129,7 @@ class ShardedOptimizer(SynchronizedOptimizer):
         self.comm = join(comm, mesh) if homes is None else homes.own_rank(elastic, sharding, comm, mesh)
         error: Exception | None = None
         try:
-            if codec is None and not isinstance(nodes, str):
+            if codec is None and nodes not in ("auto", "flat"):
                 raise ValueError(f"nodes={nodes!r} needs codec=: without one every rank sends for itself, exactly")
             check_optimizer_class(optimizer_class)
             sharding.check()

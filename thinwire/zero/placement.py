@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.agreement import Nodes
+from thinwire.comm.agreement import Nodes, check_nodes
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import CODE_BITS, CodecName, scale_block
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, BucketLayout, partition, partition_whole
@@ -224,6 +224,7 @@ class Sharding:
                 f"stage must be 0, 1 or 2, got {self.stage!r}: stage 3 shards the model itself, which "
                 "thinwire.initialize does with torch's fully_shard"
             )
+        check_nodes(self.nodes)
         if self.param_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"param_dtype must be torch.bfloat16, torch.float16 or None, got {self.param_dtype!r}")
         if not self.bucket_bytes >= 4:
@@ -236,7 +237,7 @@ class Sharding:
             raise ValueError(f"block_size must be at least 1, got {self.block_size!r}")
         if not isinstance(self.offload, bool):
             raise TypeError(
-                f"offload must be true or false, got {self.offload!r}: only ShardedOptimizer takes a folder"
+                f"offload must be true or false, or for ShardedOptimizer a folder's name, got {self.offload!r}"
             )
         if self.disk is not None and self.codecs is not None:
             raise ValueError(

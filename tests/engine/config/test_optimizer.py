@@ -261,6 +261,18 @@ def test_what_local_updates_cannot_do_is_told_at_its_place(params: dict[str, Any
     assert re.search(message, refusal("optimizer", "DiLoCo", **params))
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16", None])
+def test_local_updates_are_told_what_only_single_precision_and_larger_workers_have(precision: str | None) -> None:
+    params: dict[str, Any] = {"touch": 0.1, "nodes": "flat"}
+    sections: dict[str, Any] = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}
+    if precision is not None:
+        sections[precision] = {"enabled": True}
+    told = {"bf16": "touch", "fp16": "touch", None: 'nodes" "flat" makes every rank one'}[precision]
+    with pytest.raises(ConfigError, match=told):
+        load_config({"optimizer": {"type": "DiLoCo", "params": params}, **sections}, 2)
+    load_config({"optimizer": {"type": "DiLoCo", "params": {"nodes": [0, 0]}}, **sections}, 2)
+
+
 def test_local_updates_hold_the_section_of_their_inner_optimizer() -> None:
     inner = {"type": "fusedadam", "params": {"adam_w_mode": False, "torch_adam": True}}
     kind, params = optimizer_of("diloco", lr=0.1, every=9, nodes=[0, 0], inner=inner)

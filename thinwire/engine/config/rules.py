@@ -223,6 +223,17 @@ def _against_local_updates(config: EngineConfig) -> Iterator[str]:
             f'"zero_optimization.stage" 3 does not go with {LOCAL_UPDATES}, whose workers need a whole replica each: '
             "use stage 0, or 1 or 2 to shard a worker's state among its ranks, or AdamW with stage 3"
         )
+    assert config.optimizer is not None
+    given, single = config.optimizer.params, not (config.bf16.enabled or config.fp16.enabled)
+    inner, nodes = given.get("inner") or {}, given.get("nodes")
+    if given.get("touch") is not None and not single:
+        yield '"optimizer.params.touch" averages fp32 weights: delete it, "bf16" or "fp16"'
+    alone = nodes == "flat" or (isinstance(nodes, list) and len({*nodes}) == len(nodes))
+    if alone and zero.stage in (1, 2) and single and not needs_whole_parameters(inner.get("type", "AdamW")):
+        yield (
+            f'"zero_optimization.stage" {zero.stage} shards state among the ranks of a worker, and '
+            f'"optimizer.params.nodes" {shown(nodes)} makes every rank one: use stage 0, or name nodes of several ranks'
+        )
     refused = {}
     if zero.offload_optimizer.device != "none":
         refused["zero_optimization.offload_optimizer"] = "which reads a worker's whole state at every outer step"

@@ -15,7 +15,13 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import NodeLinks, Nodes, agree_on_nodes, check_same_on_every_rank, on_every_rank
+from thinwire.comm.agreement import (
+    NodeLinks,
+    Nodes,
+    agree_on_nodes,
+    check_same_on_every_rank,
+    on_every_rank,
+)
 from thinwire.comm.elastic import Elastic
 from thinwire.comm.launch import join
 from thinwire.compress.codecs import Codec, make_codec
@@ -157,7 +163,7 @@ class DiLoCo(SynchronizedOptimizer):
         outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "share": share or {}, "touch": touch}
 
         def check() -> Any:
-            check_options(inner_class, plan | wire | outer, elastic)
+            check_options(inner_class, plan | wire | outer | {"nodes": nodes}, elastic)
             check_parameters(tensors_in(given := listed(params)), type(self).__name__, whole=True)
             return given
 

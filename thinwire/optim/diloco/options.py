@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.comm.agreement import check_nodes
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import CodecName
 from thinwire.optim.diloco.fragments import Correlation, Fragment, OuterOptimizer, auto_fragments, cut_fragments
@@ -36,6 +37,7 @@ def check_options(inner_class: object, given: Mapping[str, Any], elastic: object
         raise ValueError(f"{inner_class.__name__} {COMMUNICATES}")
     make_codec(codec, given["block_size"])
     _check_share(given["share"])
+    check_nodes(given["nodes"])
     if (touch := given["touch"]) is not None and (
         isinstance(touch, bool) or not isinstance(touch, int | float) or not 0 < touch <= 1 or elastic is not None
     ):
