@@ -207,6 +207,7 @@ def refuse() -> None:
     mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16).requires_grad_(False))
     fully_shard(mixed)
     fsdp_hooks(mixed, weights="int8")
+    refused(ValueError, "called on this model before", lambda: fsdp_hooks(mixed))
     refused(TypeError, "torch.uint8, which holds several dtypes", lambda: mixed(torch.zeros(1, 4)))
 
 

@@ -238,10 +238,12 @@ def fsdp_hooks(
         divide_first: what gradients are divided by before they leave; their sum is multiplied by as much over the
             number of ranks.
 
-    Raises ValueError or TypeError, on every rank, for a model that is not sharded so, or other values.
+    Raises ValueError or TypeError, on every rank, for other values, or a model that is not sharded so or has hooks.
     """
     from torch.distributed.fsdp import FSDPModule  # half a second that only stage 3 should cost
 
+    if any(module in _hooked for module in model.modules()):
+        raise ValueError("fsdp_hooks was called on this model before, or on a part of it: call it once, on all of it")
     hooks = FsdpHooks(divide_first)
     ranks = None
     if weights is not None or gradients is not None or node_size != 1:
@@ -258,6 +260,7 @@ def fsdp_hooks(
             gather = hooks.gathers[name] = _AllGather(hooks, codecs[0], ranks if through_copy else None)
             reduce = hooks.reduces[name] = _ReduceScatter(hooks, codecs[1], ranks)
             reduce.keeps_residual = residuals
+            _hooked.add(module)
             module.set_custom_all_gather(gather)  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
             if divide_first != 1.0:
@@ -287,6 +290,7 @@ def _check(weights: object, gradients: object, node_size: object, ranks: int) ->
         raise ValueError(f"node_size must be a number of ranks that divides the mesh's {ranks}, got {node_size!r}")
 
 
+_hooked: weakref.WeakSet[Any] = weakref.WeakSet()
 _followed: weakref.WeakSet[FsdpHooks] = weakref.WeakSet()
 
 
