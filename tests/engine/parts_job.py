@@ -217,6 +217,8 @@ def layers() -> None:
         assert losses[-1] == pytest.approx(losses[0], rel=1e-5), options
     engine.set_dataiterator(pairs())
     engine.train_batch()
+    strange = iter([({"words": 1}, 1)] * MICRO_BATCHES)
+    refused(ValueError, "tensors with a row a sample, and one is of class dict", engine.train_batch, strange)
 
 
 def unbuilt() -> None:

@@ -1,5 +1,6 @@
 """Global batches of ranks that hold all of a model; of parts: see `parts_job`."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,11 @@ from tests.refusing import refused
 from thinwire import initialize
 from thinwire.comm import Communicator
 from thinwire.deepspeed.pipe import LayerSpec, PipelineModule
-from thinwire.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+from thinwire.deepspeed.runtime.pipe.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 
 
 @on_threads(2)
@@ -53,6 +58,35 @@ def test_topologies_number_ranks_as_the_mesh_does() -> None:
     assert topology.filter_match(pipe=0, model=2) == [2, 5, 8, 11]
     refused(NotImplementedError, "tensor_parallel", PipelineModule, [nn.Linear(1, 1)], topology=topology)
     assert PipelineModule([nn.Linear(1, 1)] * 2, topology=PipeDataParallelTopology(2, 4)).num_stages == 2
+    assert topology.get_rank_repr(19) == "model_01"
+    assert topology.get_rank_repr(19, omit_axes=[], inner_sep="=", outer_sep=" ") == "pipe=01 data=02 model=01"
+    turned = ProcessTopology(["data", "pipe"], [2, 1])
+    refused(NotImplementedError, "axes are .pipe. and .data., in order", PipelineModule, [], topology=turned)
+
+
+def test_a_module_of_layers_refuses_what_it_cannot_take() -> None:
     refused(RuntimeError, "must provide num_stages or topology", PipelineModule, [nn.Linear(1, 1)])
+    refused(RuntimeError, "at least 1, not 0", PipelineModule, [nn.Linear(1, 1)], num_stages=0)
+    strange: Any
+    for told, strange in (
+        ("layers is an iterable .*, not None", {"layers": None}),
+        ("or a function, not <class '.*Linear'>", {"layers": [nn.Linear]}),
+        ("topology is a ProcessTopology, not 'pipe'", {"topology": "pipe"}),
+        ("loss_fn is .*, not 'mse'", {"loss_fn": "mse"}),
+        ("partition_method is a text, not 3", {"partition_method": 3}),
+        ("0 for none, not -1", {"activation_checkpoint_interval": -1}),
+        ("activation_checkpoint_func is a function", {"activation_checkpoint_func": None}),
+        ("checkpointable_layers is a list", {"checkpointable_layers": "Linear"}),
+    ):
+        refused(TypeError, told, partial(PipelineModule, **{"layers": [], "num_stages": 1} | strange))
+    silent = PipelineModule([lambda given: None], num_stages=1)
+    refused(TypeError, "a layer, _Called, returned None", silent, torch.ones(1))
+
+
+def test_stages_get_equally_many_layers_of_a_class() -> None:
+    layers = [nn.ReLU(), *[nn.Linear(1, 1) for _ in range(5)]]
+    assert PipelineModule(layers, 4, partition_method="type:linear").split() == ["3", "4", "5"]
+    for method, told in (("type:conv", "matches 0 of the layers.*ReLU, Linear"), ("type:[", "no regular expression")):
+        refused(RuntimeError, told, PipelineModule(layers, 4, partition_method=method).split)
     refused(RuntimeError, "only supports torch.nn.Module types", LayerSpec, len)
     refused(NotImplementedError, "'profile' is not offered", PipelineModule([], 1, partition_method="profile").split)

@@ -287,6 +287,13 @@ def cube() -> None:
 
 def refusals() -> None:
     rank = comm.init().rank
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    for loss, told in (
+        (lambda output, target: output, r"a tensor of shape \(3, 2\)"),
+        (lambda *given: None, "NoneType"),
+    ):
+        alone = Pipeline(nn.Sequential(nn.Linear(2, 2)), 1, mesh=mesh, loss_fn=loss)
+        refused(ValueError, f"loss_fn returned {told}: let it", alone.train_batch, iter([(torch.ones(3, 2), 0)]))
     for model, told, options in (
         (nn.Linear(2, 2), "Linear cannot be split: a Hugging Face encoder", {}),
         (nn.Sequential(nn.Linear(2, 2)), "has no loss of its own: give loss_fn", {}),

@@ -87,7 +87,7 @@ def initialize(
     on_every_rank(comm, lambda: _check_foreign(distributed_port, mpu, mesh_param), "take its arguments", BAD_INPUT)
     path = getattr(args, "thinwire_config", None) or getattr(args, "deepspeed_config", None)
     named = {"`config`": config, "`config_params`, its old name": config_params, "one on the command line": path}
-    settings = load_settings(lambda: with_stages(_only(named, ""), model), comm)
+    settings = load_settings(lambda: with_stages(_only(named, ""), model, comm.size), comm)
     loss_fn = model.loss_fn if loss_fn is None and isinstance(model, PipelineModule) else loss_fn
     given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, loss_fn)
     mark_configured(model, settings.zero_optimization.leaf_module)
@@ -142,7 +142,7 @@ def initialize_as_deepspeed(
     loss_fn = model.loss_fn if isinstance(model, PipelineModule) else None
     given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, loss_fn)
     comm = communication.init()
-    settings = load_settings(lambda: with_stages(config, model), comm)
+    settings = load_settings(lambda: with_stages(config, model, comm.size), comm)
     tree = config if isinstance(config, Mapping) else read_json_object(Path(config))
     _refuse_as_deepspeed(settings, tree, optimizer)
     _round_as_deepspeed(model, settings)

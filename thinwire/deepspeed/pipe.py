@@ -10,6 +10,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from typing_extensions import override
 
 from thinwire.deepspeed.checkpointing import checkpoint
 from thinwire.deepspeed.errors import DeepSpeedUsageError, NotOfferedError
-from thinwire.deepspeed.utilities import partition_balanced, partition_uniform, set_random_seed
+from thinwire.deepspeed.utilities import partition_uniform, set_random_seed
 from thinwire.engine import ConfigError, EngineConfig
 from thinwire.engine.config.loading import read_json_object, respelled
 
@@ -80,7 +81,7 @@ class PipelineModule(nn.Sequential):
     activation_checkpoint_interval: so many layers at a time are run again in backward, by `activation_checkpoint_func`,
         those with parameters or, where given, of the classes named in `checkpointable_layers`.
 
-    Raises RuntimeError or NotOfferedError for what cannot be.
+    Raises TypeError, RuntimeError or NotOfferedError for what cannot be.
     """
 
     loss_fn: Loss | None
@@ -100,20 +101,24 @@ class PipelineModule(nn.Sequential):
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
     ) -> None:
-        if num_stages is None and topology is None:
-            raise RuntimeError("must provide num_stages or topology")
         if dynamic_shape:
             raise NotOfferedError("micro-batches have one shape: leave dynamic_shape out, and pad samples")
-        if topology is not None and topology.get_dim("model") > 1:
-            raise NotOfferedError('layers of "model" ranks are not cut by a topology: use "tensor_parallel", or mesh')
-        found = topology.get_dim("pipe") if topology is not None else num_stages
-        if num_stages not in (None, found):
-            raise RuntimeError(f"num_stages is {num_stages}, and the topology has {found}")
+        interval, run_again = activation_checkpoint_interval, activation_checkpoint_func
+        fits_interval = isinstance(interval, int) and interval >= 0
+        for name, value, expected, fits in (
+            ("layers", layers, "an iterable of modules, specs and functions", isinstance(layers, Iterable)),
+            ("loss_fn", loss_fn, "a function or a module", loss_fn is None or callable(loss_fn)),
+            ("partition_method", partition_method, "a text", isinstance(partition_method, str)),
+            ("activation_checkpoint_interval", interval, "a number of layers, 0 for none", fits_interval),
+            ("activation_checkpoint_func", run_again, "a function", callable(run_again)),
+            ("checkpointable_layers", checkpointable_layers, "a list", not isinstance(checkpointable_layers, str)),
+        ):
+            if not fits:
+                raise TypeError(f"{name} is {expected}, not {value!r}")
         super().__init__()
-        self.num_stages, self.partition_method = int(found or 1), partition_method
+        self.num_stages, self.partition_method = _stages(num_stages, topology), partition_method
         vars(self)["loss_fn"] = loss_fn  # one that is a module is none of the layers
-        self.activation_checkpoint_interval = activation_checkpoint_interval
-        self.activation_checkpoint_func = activation_checkpoint_func
+        self.activation_checkpoint_interval, self.activation_checkpoint_func = interval, run_again
         self.checkpointable_layers = checkpointable_layers
         self._topology = topology
         seed = seed_fn or set_random_seed
@@ -155,14 +160,21 @@ class PipelineModule(nn.Sequential):
         if method in ("parameters", "params"):
             return "parameters"
         if method == "uniform":
-            bounds = partition_uniform(len(self), count)
-        elif method.startswith("type:"):
+            return [str(bound) for bound in partition_uniform(len(self), count)[1:-1]]
+        if method.startswith("type:"):
             names = [type(layer.module if isinstance(layer, _Called) else layer).__name__ for layer in self]
-            found = re.compile(method.removeprefix("type:"), re.IGNORECASE)
-            bounds = partition_balanced([1.0 if found.search(name) else 0.0 for name in names], count)
-        else:
-            raise NotOfferedError(f"partition_method {method!r} is not offered: use parameters, uniform or type:REGEX")
-        return [str(bound) for bound in bounds[1:-1]]
+            try:
+                wanted = re.compile(method.removeprefix("type:"), re.IGNORECASE)
+            except re.error as error:
+                raise RuntimeError(f"partition_method {method!r} is no regular expression: {error}") from error
+            found = [number for number, name in enumerate(names) if wanted.search(name)]
+            if len(found) < count:
+                raise RuntimeError(
+                    f"partition_method {method!r} matches {len(found)} of the layers, fewer than {count} stages: their "
+                    f"classes are {', '.join(dict.fromkeys(names))}"
+                )
+            return [str(found[bound]) for bound in partition_uniform(len(found), count)[1:-1]]
+        raise NotOfferedError(f"partition_method {method!r} is not offered: use parameters, uniform or type:REGEX")
 
     @override
     def forward(self, *given: Any) -> Any:
@@ -189,7 +201,30 @@ def _run(layers: Sequence[nn.Module], *given: Any) -> Any:
     value = given if len(given) > 1 else given[0]
     for layer in layers:
         value = layer(value)
+        if value is None:
+            raise TypeError(f"a layer, {type(layer).__name__}, returned None: a layer returns what the next one takes")
     return value
+
+
+def _stages(number: Any, topology: Any) -> int:
+    """How many stages there are by either."""
+    if number is None and topology is None:
+        raise RuntimeError("must provide num_stages or topology")
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        raise RuntimeError(f"num_stages is a whole number, at least 1, not {number!r}")
+    if topology is None:
+        return int(number or 1)
+    if not isinstance(topology, ProcessTopology):
+        raise TypeError(f"topology is a ProcessTopology, not {topology!r}")
+    if topology.get_dim("model") > 1:
+        raise NotOfferedError('layers of "model" ranks are not cut by a topology: use "tensor_parallel", or mesh')
+    axes = topology.get_axis_names()
+    if axes != [one for one in ("pipe", "data", "model") if one in axes]:
+        raise NotOfferedError(f'a topology with axes {axes} is not offered: its axes are "pipe" and "data", in order')
+    found = max(1, topology.get_dim("pipe"))
+    if number not in (None, found):
+        raise RuntimeError(f"num_stages is {number}, and the topology has {found}")
+    return found
 
 
 def _built(layer: Any, tied: dict[str, nn.Module]) -> nn.Module:
@@ -202,24 +237,28 @@ def _built(layer: Any, tied: dict[str, nn.Module]) -> nn.Module:
             tied[layer.key] = module
         elif module is not first:
             for name in layer.tied_weight_attr:
-                setattr(module, name, getattr(first, name))
+                path, _, last = name.rpartition(".")
+                setattr(module.get_submodule(path), last, attrgetter(name)(first))
         return module if layer.forward_fn is None else _Called(layer.forward_fn, module)
     if isinstance(layer, LayerSpec):
         return layer.build()
     if isinstance(layer, nn.Module):
         return layer
-    if not callable(layer):
-        raise TypeError(f"a layer is a module, a LayerSpec or a function, not a {type(layer).__name__}")
+    if isinstance(layer, type) or not callable(layer):
+        raise TypeError(f"a layer is a module, a LayerSpec, of a class and what it takes, or a function, not {layer!r}")
     return _Called(layer)
 
 
-def with_stages(config: Any, model: object) -> Any:
-    """A configuration, with the stages of a PipelineModule in it; as it is for other models.
+def with_stages(config: Any, model: object, ranks: int) -> Any:
+    """A configuration of a job of so many ranks, with the stages of a PipelineModule in it; as it is for other models.
 
     Raises ConfigError where it says otherwise.
     """
     if not isinstance(model, PipelineModule):
         return config
+    topology = model.topology()
+    if topology is not None and topology.world_size() != ranks:
+        raise ConfigError(f"the PipelineModule's topology is of {topology.world_size()} ranks, and {ranks} are here")
     tree = config.describe() if isinstance(config, EngineConfig) else config
     tree = respelled(tree if isinstance(tree, Mapping) else read_json_object(Path(tree)), [])
     section = dict(tree.get("pipeline") or {})
@@ -249,6 +288,13 @@ class ProcessTopology:
     def get_coord(self, rank: int) -> Any:
         """A rank's place along every axis."""
         return list(self.mapping)[rank]
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """A rank's place along other axes than these, for names of files."""
+        named = self.get_coord(rank)._asdict().items()
+        return outer_sep.join(f"{axis}{inner_sep}{at:02d}" for axis, at in named if axis not in omit_axes)
 
     def get_axis_names(self) -> list[str]:
         """Of all axes."""

@@ -211,6 +211,10 @@ class Pipeline:
         """A global batch: the first stage's inputs, what every stage gets, and the targets of each micro-batch."""
         taken = next_batches(batches, self.micro_batches, self._read_batch)
         read = [given for given, _ in taken]
+        for one in (value for batch in read for value in batch.values()):
+            if not (isinstance(one, Tensor) and one.dim() and len(one)):
+                what = f"shape {tuple(one.shape)}" if isinstance(one, Tensor) else f"class {type(one).__name__}"
+                raise ValueError(f"the inputs of a micro-batch are tensors with a row a sample, and one is of {what}")
         # Torch finds shapes out in a first step, and anew where training and evaluation take turns.
         mode = torch.is_grad_enabled()
         shapes = [(mode, {name: (tuple(one.shape), one.dtype) for name, one in batch.items()}) for batch in read]
@@ -228,7 +232,12 @@ class Pipeline:
 
     def _loss(self, output: Any, number: Tensor) -> Tensor:
         """Of a micro-batch of this number, its share of the mean, times the loss scale."""
-        loss = self._loss_fn(output, self._targets[int(number)])
+        loss: Any = self._loss_fn(output, self._targets[int(number)])
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.requires_grad != torch.is_grad_enabled():
+            of_shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"loss_fn returned {of_shape}: let it return a tensor of one number, which depends on the outputs"
+            )
         return loss.float() * (self.loss_scale / self.micro_batches)
 
     def _tie(self, parts: list[list[nn.Module]]) -> list[tuple[Communicator, nn.Parameter]]:
