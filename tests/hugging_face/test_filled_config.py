@@ -188,6 +188,8 @@ def test_parameters_that_an_optimizer_lacks_are_left_alone(tmp_path: Path) -> No
         ({"zero_optimization": {"stage": "auto"}}, {}, '"zero_optimization.stage" cannot be "auto"'),
         ({"zero_optimisation": {}}, {}, 'Did you mean "zero_optimization"'),
         ({"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": 3}}, {}, "3 does not go with OneBitAdam"),
+        ({"pipeline": {"stages": 2}}, {}, '"pipeline.stages" is 2, and a Trainer runs a whole model'),
+        ({"tensor_parallel": {"autotp_size": 2}}, {}, '"tensor_parallel.autotp_size" is 2, .*stage 3'),
     ],
 )
 def test_what_cannot_work(config: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ class TrainerConfig:
         """
         misspelt: list[str] = []
         filling = _Filling(copy.deepcopy(respelled(self._tree, misspelt)), arguments)
+        filling.refuse_parts(self._label)
         filling.problems += misspelt
         filling.fill_sizes()
         filling.fill_optimizer()
@@ -92,6 +93,18 @@ class _Filling:
         self.tree = tree
         self.problems: list[str] = []
         self._arguments = arguments
+
+    def refuse_parts(self, label: str) -> None:
+        """Raise ConfigError for a model that several ranks hold together, to whom a Trainer gives other samples each."""
+        for name, key in (("pipeline", "stages"), ("tensor_parallel", "autotp_size")):
+            size = (self._section([name]) or {}).get(key)
+            if isinstance(size, int) and size > 1:
+                raise ConfigError(
+                    f'"{name}.{key}" is {size}, and a Trainer runs a whole model on every rank, of samples of its own: '
+                    f'delete "{name}", and use zero_optimization stage 3 for a model that is too large for a rank, or '
+                    "train with thinwire.initialize and engine.train_batch()",
+                    label,
+                )
 
     def fill_sizes(self) -> None:
         """Batch sizes, clipping, precision, seed; and the default for what only the engine knows."""
