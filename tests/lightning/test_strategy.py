@@ -123,6 +123,16 @@ def test_the_standalone_package(standalone: ModuleType, tmp_path: Path) -> None:
             trainer.strategy.load_optimizer_state_dict({"optimizer_states": []})
 
 
+def test_averaged_weights_take_no_step_while_means_are_found(standalone: ModuleType, tmp_path: Path) -> None:
+    import thinwire.lightning
+
+    callback = standalone.callbacks.StochasticWeightAveraging(swa_lrs=RATE, swa_epoch_start=1)
+    module = make_module_class(standalone)(lambda one: OneBitAdam(one.named_parameters(), lr=RATE, stage=1), batches=4)
+    changes = {"strategy": thinwire.lightning.ThinwireStrategy(), "max_epochs": 3, "callbacks": [callback]}
+    make_trainer(standalone, tmp_path, devices=1, **changes).fit(module)
+    assert torch.equal(flat(module), flat(callback._average_model))
+
+
 @pytest.mark.parametrize("kind", ["DiLoCo", "OneBitAdam", "ShardedOptimizer"])
 def test_it_joins_an_elastic_job_late_and_ends_with_it(standalone: ModuleType, tmp_path: Path, kind: str) -> None:
     """The other worker trains in a loop of its own."""

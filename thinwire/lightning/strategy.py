@@ -274,7 +274,10 @@ class ThinwireStrategy(_DDPStrategy):
 
     def optimizer_step(self, optimizer: Any, *arguments: Any, **options: Any) -> Any:
         """Step; of an elastic job, the Trainer counts the last step, and no other."""
-        output, module = super().optimizer_step(optimizer, *arguments, **options), self.lightning_module
+        module = self.lightning_module
+        if module is not None and module.trainer.fit_loop._skip_backward:
+            return arguments[0]()  # StochasticWeightAveraging runs the averaged model, for a BatchNorm's means
+        output = super().optimizer_step(optimizer, *arguments, **options)
         if module is not None and getattr(optimizer, "comes_and_goes", False):
             follow_job(module.trainer, optimizer.steps - 1)
         return output
