@@ -95,7 +95,7 @@ class _Filling:
         self._arguments = arguments
 
     def refuse_parts(self, label: str) -> None:
-        """Raise ConfigError for a model that several ranks hold together, to whom a Trainer gives other samples each."""
+        """Raise ConfigError for a model that ranks hold together, to each of whom a Trainer gives other samples."""
         for name, key in (("pipeline", "stages"), ("tensor_parallel", "autotp_size")):
             size = (self._section([name]) or {}).get(key)
             if isinstance(size, int) and size > 1:
