@@ -429,13 +429,22 @@ def bad_models(comm: Communicator, folder: Path) -> None:
             super().__init__()
             self.factor = nn.Parameter(torch.tensor(1.0))
 
-    refused(ValueError, "'factor' has no dimension", initialize, model=Scalar(), comm=comm, config=settings(3))
+    given: Any = {"comm": comm, "config": settings(3)}
+    refused(ValueError, "'factor' has no dimension", initialize, model=Scalar(), **given)
+    model = Tiny()
+    refused(ValueError, "nothing to optimize", initialize, model=model, model_parameters=[{"params": []}], **given)
+    named: Any = dict(model.named_parameters())
+    refused(TypeError, "are tensors, or groups", initialize, model=model, model_parameters=named, **given)
+    _, optimizer, *_ = initialize(model=model, model_parameters=[*named.values()] * 2, **given)
+    assert len(optimizer.param_groups[0]["params"]) == len(named)
     engine = make_engine(comm, settings(3))
     with pytest.raises(ValueError, match="is sharded already, by fully_shard or an earlier"):
         initialize(model=engine.module, comm=comm, config=settings(1))
     with pytest.raises(ValueError, match=r"sharded by an earlier .*, in another precision"):
         initialize(model=engine.module, comm=comm, config=settings(3, **BF16))
     train(engine, range(1))
+    engine.module.frozen.requires_grad_(True)
+    refused(RuntimeError, "require gradients now but did not", train, engine, range(1))
     mixed = Tiny()
     mixed.layers[1].to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"'layers.1.up.weight' is torch.bfloat16"):

@@ -200,6 +200,8 @@ class OptimizerBuilder:
 
         def plan() -> tuple[torch.dtype, list[list[str]]]:
             dtype = stage3.computing_dtype(model, self.precision.dtype)
+            if not held:
+                raise ValueError("no parameter of the optimizer requires a gradient: there is nothing to optimize")
             averaging.check_parameters(held, dtype)
             name_of = {id(parameter): name for name, parameter in model.named_parameters()}
             foreign = sum(id(parameter) not in name_of for group in groups for parameter in group["params"])

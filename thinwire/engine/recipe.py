@@ -147,12 +147,16 @@ def _check_can_be_taken_over(optimizer: torch.optim.Optimizer) -> None:
 
 
 def groups_of(parameters: ParamsT) -> list[dict[str, Any]]:
-    """The parameters as groups; those that are some already stay the same dicts."""
+    """The parameters as groups, each once in its own; those that are some already stay the same dicts."""
     given: list[Any] = list(parameters)
     if not all(isinstance(one, dict) for one in given):
-        return [{"params": [one[1] if isinstance(one, tuple) else one for one in given]}]
+        given = [{"params": given}]
     for group in given:
-        group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        every = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        group["params"] = list(dict.fromkeys(one[1] if isinstance(one, tuple) else one for one in every))
+        for one in group["params"]:
+            if not isinstance(one, Tensor):
+                raise TypeError(f'model_parameters are tensors, or groups with "params" of them, not {one!r}')
     return given
 
 

@@ -22,7 +22,7 @@ from thinwire.zero.disk import Disk
 from thinwire.zero.fsdp import is_sharded, local_run, shelf_of
 from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, Home, ParameterState, StepResult, ring_bytes
 from thinwire.zero.master_weights import Run
-from thinwire.zero.rank_checks import clip_coefficient
+from thinwire.zero.rank_checks import clip_coefficient, refuse_unfrozen
 from thinwire.zero.saved_state import STATE_IS_ON_ALL_RANKS, SavedSlice, SliceSource, read_weight
 from thinwire.zero.shard_on_disk import check_in_memory, on_disk
 from thinwire.zero.shard_optimizer import OptimizerClass, ShardOptimizer
@@ -163,6 +163,7 @@ class _FullyShardedHome(Home):
         self._vote_comm = comm.duplicate()
         self.hooks, self._dtype, self._device = hooks, dtype, device
         self._groups, self._max_norm = optimizer.param_groups, optimizer.max_norm
+        self._frozen = [one for group in self._groups for one in group["params"] if not one.requires_grad]
         self.reshard: Callable[[], None] = model.reshard  # has layers read their shards again
         self._shelf = shelf_of(model)
         self._stepped_apart = any(one.values is not one.shown for one in shards)
@@ -210,6 +211,8 @@ class _FullyShardedHome(Home):
 
     @override
     def step(self) -> StepResult:
+        if any(one.requires_grad for one in self._frozen):
+            refuse_unfrozen(self._frozen)
         gradients = [_gradient(shard.parameter) for shard in self.shards]
         there = [one.rest.norm if isinstance(one, TensorOnDisk) else one for one in gradients if one is not None]
         norm, _ = norm_of_averages(self._vote_comm, there, self._groups, self.steps, self._device)

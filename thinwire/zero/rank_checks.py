@@ -305,3 +305,12 @@ class NormSketch:
         self._sums.add_(rest[: rows * self._width].view(rows, self._width).sum(dim=0), alpha=sign)
         tail = rest[rows * self._width :]
         self._sums[: tail.numel()].add_(tail, alpha=sign)
+
+
+def refuse_unfrozen(frozen: Iterable[Tensor]) -> None:
+    """Raise RuntimeError: some of these parameters, frozen when their optimizer was built, require gradients now."""
+    raise RuntimeError(
+        f"{sum(one.requires_grad for one in frozen)} parameters require gradients now but did not when the optimizer "
+        "was built, so that none of its steps would move them: set requires_grad before building it, or build a new "
+        "one and load the old one's state"
+    )

@@ -20,6 +20,7 @@ from thinwire.zero.backward import BackwardWatcher
 from thinwire.zero.gradient_seal import gradient_of
 from thinwire.zero.home import Fragment, Held, Home, ParameterState, ring_bytes
 from thinwire.zero.master_weights import FlatBucket, MasterWeights, ShardedParameters, runs_in
+from thinwire.zero.rank_checks import refuse_unfrozen
 from thinwire.zero.replica import Replica
 from thinwire.zero.saved_state import SavedSlice, SliceSource
 
@@ -204,12 +205,8 @@ class ShardedHome(Home):
     def _begin_step(self) -> Vote:
         """What `step` begins with; collective."""
         frozen = self._parameters.order.frozen
-        if frozen and (unfrozen := sum(one.requires_grad for one in frozen)):
-            raise RuntimeError(
-                f"{unfrozen} parameters require gradients now but did not when the optimizer was built, so that "
-                "none of its steps would move them: set requires_grad before building it, or build a new one and load "
-                "the old one's state"
-            )
+        if frozen and any(one.requires_grad for one in frozen):
+            refuse_unfrozen(frozen)
         if self._parameters.gate is not None:
             self._parameters.wait_for_weights()
         averages_shown = self._vote is not None and self._parameters.sharding.stage == 0
