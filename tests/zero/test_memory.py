@@ -23,7 +23,7 @@ from tests.refusing import refused
 from tests.zero.training import ADAMW, build
 from thinwire.comm import Communicator
 from thinwire.zero.bucket_layout import model_state_formula
-from thinwire.zero.memory import MemoryReport, live_tensor_bytes
+from thinwire.zero.memory import MemoryReport, in_own_storage, live_tensor_bytes
 
 
 def on_cpu(*roots: Any) -> dict[str, int]:
@@ -51,6 +51,8 @@ def test_tied_weights_and_views_count_once_and_whole() -> None:
     model.weight.data = flat[10:26].view(4, 4)
     model.tied = model.weight
     assert on_cpu(model, flat[:1], {"another": flat.view(10, 10)}) == {"weights": 200}
+    model.weight.data = in_own_storage(flat[84:].view(4, 4))
+    assert on_cpu(flat[:1], model) == {"weights": 200}
 
 
 @dataclass

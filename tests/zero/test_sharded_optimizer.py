@@ -3,9 +3,11 @@ ranks, the optimizer class and the buckets."""
 
 import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 import thinwire
@@ -243,3 +245,16 @@ def test_wrong_use_is_an_error_that_says_what_to_do() -> None:
     frozen.weight.requires_grad_(True)
     frozen(torch.ones(1, 2)).sum().backward()
     refused(RuntimeError, "require gradients now", optimizer.step)
+
+
+def test_every_parameter_is_saved_by_what_saves_one_tensor_of_a_storage(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = build(threads.single(10.0), model, 1)
+    moved = next(model.parameters())
+    moved.data = moved.detach().clone()
+    loss_of(model, 0, 0).backward()
+    optimizer.step()  # moves it back
+    storages = [one.untyped_storage().data_ptr() for one in model.state_dict().values() if one.numel()]
+    assert len({*storages}) == len(storages)
+    save_model(model, str(tmp_path / "all.safetensors"))
+    assert load_file(tmp_path / "all.safetensors").keys() == model.state_dict().keys()

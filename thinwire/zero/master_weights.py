@@ -18,6 +18,7 @@ from thinwire.comm import Communicator
 from thinwire.comm.agreement import check_same_on_every_rank, link_nodes, on_every_rank
 from thinwire.zero.bucket_layout import BucketLayout, Slot
 from thinwire.zero.gradient_seal import whole_of
+from thinwire.zero.memory import in_own_storage
 from thinwire.zero.placement import MovedOut, Placement, Sharding, WeightGate
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.replica import Replica, fsdp_parts, kind_of
@@ -73,7 +74,7 @@ class FlatBucket:
         for slot, parameter in self.members():
             view = self.view(self.flat, slot)
             view.copy_(parameter.detach())
-            parameter.data = view
+            parameter.data = in_own_storage(view)
             self._addresses.append(view.data_ptr())
             self._versions.append(parameter._version)
 
@@ -123,7 +124,7 @@ class FlatBucket:
             view = self.view(self.flat, slot)
             if parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter)
-                parameter.data = view
+                parameter.data = in_own_storage(view)
         return written
 
     def _keep_moved(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from thinwire.comm import Communicator, Work
 from thinwire.zero.gradient_seal import SentGradient
@@ -84,10 +85,17 @@ def live_tensor_bytes(*roots: Any) -> dict[tuple[str, str], int]:
             key = (str(storage.device), storage.data_ptr())
             rank, nbytes = storages.get(key, (len(CATEGORIES), 0))
             storages[key] = (min(rank, CATEGORIES.index(category)), max(nbytes, storage.nbytes()))
+    spans: list[tuple[str, int, int, int]] = []  # a storage may lie in another
+    for (device, begin), (rank, nbytes) in sorted(storages.items()):
+        end = begin + nbytes
+        if spans and spans[-1][0] == device and begin < spans[-1][2]:
+            _, begin, before, other = spans.pop()
+            end, rank = max(end, before), min(rank, other)
+        spans.append((device, begin, end, rank))
     total: dict[tuple[str, str], int] = {}
-    for (device, _), (rank, nbytes) in sorted(storages.items()):
+    for device, begin, end, rank in spans:
         held = (CATEGORIES[rank], device)
-        total[held] = total.get(held, 0) + nbytes
+        total[held] = total.get(held, 0) + end - begin
     return total
 
 
@@ -196,3 +204,8 @@ def _row(name: str, cells: list[str]) -> str:
 
 def _megabytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:.3f}"
+
+
+def in_own_storage(view: Tensor) -> Tensor:
+    """The same memory with a storage of its own: of tensors in one, Accelerate and safetensors save the first only."""
+    return from_dlpack(view) if view.numel() else view
