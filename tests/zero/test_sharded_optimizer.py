@@ -199,6 +199,7 @@ def test_zero_grad_drops_gradients_that_have_left_also_on_some_ranks_only(stage:
     ("change", "message"),
     [
         ({"stage": 3}, "stage must be 0, 1 or 2"),
+        ({"stage": True}, "stage must be 0, 1 or 2, got True"),
         ({"param_dtype": torch.float64}, "param_dtype must be"),
         ({"bucket_bytes": 0}, "bucket_bytes must be"),
         ({"max_norm": -1.0}, "max_norm must be"),

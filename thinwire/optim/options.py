@@ -122,7 +122,7 @@ class HomeOptions:
     def check(self, optimizer: str, stages: Sequence[int], algorithm: Algorithm) -> None:
         """Raise ValueError or TypeError, naming what was given and expected, for options that cannot work."""
         packs = algorithm.form.packs
-        if self.stage not in stages:
+        if isinstance(self.stage, bool) or self.stage not in stages:
             raise ValueError(
                 f"stage must be {_listed(stages)} for {optimizer}, got {self.stage!r}{_why_not(self.stage)}"
             )

@@ -219,7 +219,7 @@ class Sharding:
 
     def check(self) -> None:
         """Raise ValueError or TypeError for what cannot work."""
-        if self.stage not in (0, 1, 2):
+        if isinstance(self.stage, bool) or self.stage not in (0, 1, 2):
             raise ValueError(
                 f"stage must be 0, 1 or 2, got {self.stage!r}: stage 3 shards the model itself, which "
                 "thinwire.initialize does with torch's fully_shard"

@@ -30,6 +30,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"resync_interval": True}, "resync_interval must be"),
     ({"on_drift": "ignore"}, "on_drift must be"),
     ({"stage": -1}, "stage must be"),
+    ({"stage": True}, "stage must be .*, got True"),
 ]
 
 
