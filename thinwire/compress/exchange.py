@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator, Work
-from thinwire.compress.codecs import Codec, cut_shard, least_part
+from thinwire.compress.codecs import Codec, cut_shard, least_part, zeros_with_room
 from thinwire.compress.legs import Leg, Trim
 from thinwire.compress.packet import Flags, Header, Headers, Outcome, number_headers, read_together, write_headers
 from thinwire.compress.packet_layout import HEADER_BYTES, shard_numel, valid_in_shard
@@ -84,9 +85,10 @@ class Exchange:
         residual_dtype: torch.dtype = torch.float32,
         reversible: bool = True,
         keeps_payload: bool = True,
+        grows: bool = False,
     ) -> None:
-        """`division`: by default one shard for each rank of `comm`. `part`: the fewest elements of a shard that are
-        sent on their own, by default `least_part`'s; every rank must give the same. `residual_dtype`: fp32 or bf16."""
+        """`division`: a shard for each rank of `comm` by default. `part`: the fewest elements of a shard sent on their
+        own, alike on all ranks, by default `least_part`'s. `residual_dtype`: fp32 or bf16. `grows`: fp32, with room."""
         if division is None:
             division = Division(comm.size, comm.size, comm.rank)
         self.numel = numel
@@ -108,14 +110,15 @@ class Exchange:
         self.worker_residual: Tensor | None = None
         self.owner_residual: Tensor | None = None
         if error_feedback:
-            self.worker_residual = torch.zeros(self.worker_place.stop, dtype=residual_dtype, device=self._device)
+            make = zeros_with_room if grows else partial(torch.zeros, dtype=residual_dtype)
+            self.worker_residual = make(self.worker_place.stop, device=self._device)
             self.owner_residual = torch.zeros(owned, device=self._device)
         self.reversible = reversible
         kept = reversible and residual_dtype == torch.float32
         self.takes_encoder = codec.has_kernels and error_feedback and kept
         self.keeps_payload = keeps_payload and kept
         self._next: Tensor | None = None  # from `start` to `commit` what becomes the worker's residual
-        self._free: Tensor | None = None  # the last one's memory
+        self._free = zeros_with_room(self.padded_numel, device=self._device) if grows else None  # the last one's memory
         self.mask: Tensor | None = None
         self.weights: Sequence[float] | None = None  # of leg 1's packets in the mean, if `advance` adjusts it
         self.numbers: Tensor | None = None  # of the step, see `number_headers`; None where headers are of one step

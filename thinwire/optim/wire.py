@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import NodeLinks
 from thinwire.compress.buddies import ExchangeWithBuddies
-from thinwire.compress.codecs import CastCodec, make_codec, zeros_with_room
+from thinwire.compress.codecs import CastCodec, make_codec
 from thinwire.compress.exchange import EncodePart, Exchange
 from thinwire.compress.hierarchical_exchange import make_exchange
 from thinwire.compress.light_exchanges import ExchangeToOwners, make_exact_exchange
@@ -81,11 +81,7 @@ class Wire:
         given: dict[str, Any] = {"bucket": index, "device": device}
         if self._residual_dtypes:
             given |= {"residual_dtype": self._residual_dtypes[index], "reversible": reversible, "keeps_payload": False}
-        made = make_exchange(Exchange, self.comm, self._links, layout.numel, self.codec, **given)
-        if self.changes and made.worker_residual is not None:
-            made.worker_residual = zeros_with_room(len(made.worker_residual), device=device)
-            made._free = zeros_with_room(made.padded_numel, device=device)
-        return made
+        return make_exchange(Exchange, self.comm, self._links, layout.numel, self.codec, grows=self.changes, **given)
 
 
 def cast_gradients(

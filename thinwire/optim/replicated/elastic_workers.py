@@ -19,10 +19,12 @@ from typing import Any
 import torch
 
 from thinwire.comm import CommunicationError, threads
+from thinwire.comm.attendance import in_background
 from thinwire.comm.decisions import Bystander, Decisions
 from thinwire.comm.elastic import Elastic, MembershipError
 from thinwire.comm.membership import Generation, Record
 from thinwire.comm.relay import GenerationCommunicator
+from thinwire.compress.kernels.loading import compiled_backend
 from thinwire.compress.packet import Flags, PacketError
 from thinwire.optim.elastic_job import Position, StepPhase, enter_elastic_job, may_be_joined, meet_and_join, positions
 from thinwire.optim.options import HomeOptions
@@ -334,11 +336,14 @@ class ElasticWorkers:
                 link = self.membership.look_on() if self.membership.begun else None
                 if link is None:
                     return
+                # Loading takes a second or two, which else the first step that is followed takes.
+                kernels = in_background(lambda: compiled_backend(self._table.parameters[0].device.type))
                 self._onlooker, ranks = Onlooker(link), Bystander(link.size - 1, self.comm.timeout)
                 self.decisions.follow(ranks)
                 look_on_from(self._layout, Wire(ranks, self._options, decisions=self.decisions))
                 self._be_as(self._onlooker.take_state(self._state))
                 self._synchronizer.move(ranks)
+                kernels.result()
                 while self._follow(self._onlooker.next_step()) > 1:
                     pass
             except MembershipError:
