@@ -24,6 +24,7 @@ class Contender:
         colour: for pictures: one a family.
         marker: for pictures, as matplotlib has them.
         options: of its class, on top of the plan's.
+        freeze: after which part of the steps a 1-bit optimizer freezes.
         beside: another contender, which it differs from in one choice; none for the baseline.
     """
 
@@ -33,6 +34,7 @@ class Contender:
     marker: str
     options: Mapping[str, Any] = field(default_factory=dict)
     beside: str | None = BASELINE
+    freeze: float = 0.2
 
     @property
     def parent(self) -> str:
@@ -50,9 +52,9 @@ def _plain(optimizer: str, colour: str, marker: str, beside: str | None = BASELI
     return Contender(optimizer, OPTIMIZERS[optimizer].label, colour, marker, beside=beside)
 
 
-def _one_bit(marker: str, what: str, **options: str) -> Contender:
+def _one_bit(marker: str, what: str, freeze: float = 0.2, **options: Any) -> Contender:
     label = f"{OPTIMIZERS['onebit-adam'].label}, {what}"
-    return Contender("onebit-adam", label, _ONE_BIT, marker, options, "onebit-adam")
+    return Contender("onebit-adam", label, _ONE_BIT, marker, options, "onebit-adam", freeze)
 
 
 def _muon(marker: str, what: str, **options: Any) -> Contender:
@@ -92,8 +94,9 @@ CONTENDERS = {
     "lion": _plain("lion", _EXACT, "^"),
     "onebit-adam": _plain("onebit-adam", _ONE_BIT, "o"),
     "onebit-adam-stat2": _one_bit("v", "stat2", codec="stat2"),
-    "onebit-adam-int4": _one_bit("D", "int4 warmup", warmup_wire="int4"),
-    "onebit-adam-stat2-int4": _one_bit("P", "int4 + stat2", warmup_wire="int4", codec="stat2"),
+    # A warmup in four bits costs little and is longer; with less memory the variance that stays is a recent one.
+    "onebit-adam-int4": _one_bit("D", "int4 warmup", 0.23, warmup_wire="int4", betas=(0.9, 0.97)),
+    "onebit-adam-stat2-int4": _one_bit("P", "int4 + stat2", 0.28, warmup_wire="int4", codec="stat2", betas=(0.9, 0.97)),
     "adamw-int4": _sharded("AdamW, int4", "D", stage=0, codec="int4"),
     "adamw-zero-int4": _sharded("AdamW, ZeRO-1, int4 + int8", "P", stage=1, codec="int4"),
     "zero-one-adam": _plain("zero-one-adam", "#edae49", "o"),
@@ -103,6 +106,7 @@ CONTENDERS = {
     "onebit-muon-sign1": _muon("s", "sign1"),
     "onebit-muon-sign1-nesterov": _muon("^", "sign1, Nesterov", low_rank=1, nesterov=True),
     "onebit-muon-stat2-nesterov": _muon("v", "stat2, Nesterov", codec="stat2", low_rank=1, nesterov=True),
+    "onebit-muon-stat2-rank4": _muon("d", "stat2, Nesterov, rank 4", codec="stat2", nesterov=True),
     **DILOCO,
     "diloco-10-muon": _diloco_muon(10, "P"),
     "diloco-30-muon": _diloco_muon(30, "P"),

@@ -81,7 +81,7 @@ class Subject:
             warmup_steps=max(1, self.steps // 10),
             learning_rate=rate,
             weight_decay=RECIPES[contender.parent].weight_decay,
-            freeze_step=max(1, self.steps // 5),
+            freeze_step=max(1, int(self.steps * contender.freeze)),
             evaluate_every=max(1, self.steps // self.validations),
             seed=seed,
             local_step_scaler=max(1, self.steps // 10),
@@ -125,7 +125,7 @@ SUBJECTS = {
         400,
         {"adamw": (1e-3, 2e-3, 4e-3), "muon": (2.5e-3, 5e-3, 1e-2)},
         (BASELINE, "onebit-adam-int4", "onebit-adam-stat2-int4", "adamw-int4", *_MUONS, *DILOCO),
-        (2,),
+        (2, 4),
         (CharacterModelSize(layers=4, width=256, heads=4, length=64), 4),
     ),
 }
