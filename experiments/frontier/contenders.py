@@ -106,7 +106,7 @@ CONTENDERS = {
     "onebit-muon-sign1": _muon("s", "sign1"),
     "onebit-muon-sign1-nesterov": _muon("^", "sign1, Nesterov", low_rank=1, nesterov=True),
     "onebit-muon-stat2-nesterov": _muon("v", "stat2, Nesterov", codec="stat2", low_rank=1, nesterov=True),
-    "onebit-muon-stat2-rank4": _muon("d", "stat2, Nesterov, rank 4", codec="stat2", nesterov=True),
+    "onebit-muon-stat2-rank4": _muon("d", "stat2, rank 4", codec="stat2", nesterov=True),
     **DILOCO,
     "diloco-10-muon": _diloco_muon(10, "P"),
     "diloco-30-muon": _diloco_muon(30, "P"),
