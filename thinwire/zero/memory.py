@@ -207,5 +207,7 @@ def _megabytes(nbytes: float) -> str:
 
 
 def in_own_storage(view: Tensor) -> Tensor:
-    """The same memory with a storage of its own: of tensors in one, Accelerate and safetensors save the first only."""
-    return from_dlpack(view) if view.numel() else view
+    """The same memory with a storage of its own: of tensors in one, Accelerate and safetensors save the first only.
+
+    A view as it is on devices that DLPack has no name for."""
+    return from_dlpack(view) if view.numel() and view.device.type in ("cpu", "cuda") else view
