@@ -61,8 +61,11 @@ def elastic(name: str, job: str = "job") -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_it_joins_an_elastic_job_late_and_ends_with_it(tmp_path: Path, name: str) -> None:
-    """The other worker trains with the engine alone. Then what the Trainer saved goes on as a new job."""
+    """The other worker trains with the engine alone; who joins is told to resume, as whoever is started again. Then
+    what the Trainer saved goes on as a new job."""
     come, rates, last = threading.Event(), [], 12
+    saves = {"save_strategy": "steps", "max_steps": 2, "save_steps": 2}
+    make(tmp_path / "first", elastic(name, "first"), **saves).train()
 
     def other() -> Any:
         trainer = make(tmp_path / "other", elastic(name), max_steps=last)
@@ -70,7 +73,7 @@ def test_it_joins_an_elastic_job_late_and_ends_with_it(tmp_path: Path, name: str
         settings = trainer._engine_training.config.complete(trainer.args, last)
         groups, comm = _parameter_groups(trainer), threads.single(60.0)
         engine: Any = initialize(model=trainer.model, model_parameters=groups, config=settings, comm=comm)[0]
-        batches = iter(DataLoader(make_samples(32), BATCH, sampler=ElasticSampler(engine.optimizer, 32)))
+        batches = iter(DataLoader(make_samples(32), BATCH, sampler=ElasticSampler(engine.optimizer, 32, seed=42)))
         home = engine.optimizer._home
         membership = home.membership if name == "DiLoCo" else home.workers.membership
         while engine.global_steps < last:
@@ -93,7 +96,7 @@ def test_it_joins_an_elastic_job_late_and_ends_with_it(tmp_path: Path, name: str
         assert come.wait(60)
         options = {"callbacks": [Records()]}
         trainer = make(tmp_path / "late", elastic(name), options, max_steps=last, save_strategy="steps", save_steps=10)
-        trainer.train()
+        trainer.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-2"))
         assert trainer.state.global_step == last
         return trainer.model.state_dict()
 

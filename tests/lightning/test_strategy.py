@@ -135,7 +135,7 @@ def test_averaged_weights_take_no_step_while_means_are_found(standalone: ModuleT
 
 @pytest.mark.parametrize("kind", ["DiLoCo", "OneBitAdam", "ShardedOptimizer"])
 def test_it_joins_an_elastic_job_late_and_ends_with_it(standalone: ModuleType, tmp_path: Path, kind: str) -> None:
-    """The other worker trains in a loop of its own."""
+    """The other worker trains in a loop of its own; who joins is told to resume, as whoever is started again."""
     import thinwire.lightning
 
     thinwire.lightning.register()
@@ -184,10 +184,17 @@ def test_it_joins_an_elastic_job_late_and_ends_with_it(standalone: ModuleType, t
         module = Late(build)
         options = {"devices": 1, "use_distributed_sampler": False, "limit_val_batches": 0, "strategy": "thinwire"}
         trainer = make_trainer(standalone, tmp_path, max_steps=last, max_epochs=-1, **options)
-        trainer.fit(module)
+        trainer.fit(module, ckpt_path=tmp_path / "first.ckpt")
         assert trainer.global_step == last
+        for _ in range(2):
+            trainer.save_checkpoint(tmp_path / "first.ckpt")
+        states = list((tmp_path / "thinwire").glob("first.ckpt.*"))
+        assert len(states) == 2, "what another worker has saved under this name is its own"
         return flat(module)
 
+    first = make_trainer(standalone, tmp_path, devices=1, max_steps=2, max_epochs=-1, strategy="thinwire")
+    first.fit(make_module_class(standalone)(lambda module: build(module, "first")))
+    first.save_checkpoint(tmp_path / "first.ckpt")
     alone, late = together([other, joins])
     begin = rates[0][0]
     assert begin == 8 if kind == "DiLoCo" else 6 < begin < last

@@ -193,7 +193,7 @@ class TrainerMixin(_Trainer):
         self.optimizer = EngineStep(engine)
         self.lr_scheduler = EngineSchedule(training)
         self.accelerator._optimizers.append(self.optimizer)  # which it asks whether steps were skipped
-        if resume_from_checkpoint is not None:
+        if resume_from_checkpoint is not None and not engine.global_steps:  # who joins a job has its state
             training.load(resume_from_checkpoint)
         if training.elastic:
             self.follows_workers = True

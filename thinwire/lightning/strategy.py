@@ -157,13 +157,13 @@ class CheckpointFiles:
             entries.append({_TAG: tag})
         return entries
 
-    def remove(self, but: Sequence[str] = ()) -> None:
-        """Remove what earlier saves of this name wrote, but for these nonces. By rank 0 alone."""
+    def remove(self, but: Sequence[str] = (), only: Sequence[str | None] | None = None) -> None:
+        """Remove what earlier saves of this name wrote, but for these nonces, or `only` that. By rank 0 alone."""
         stale = re.compile(rf"{re.escape(self._name)}\.([0-9a-f]{{8}})\.\d+")
         names = sorted(path.name for path in self._folder.iterdir()) if self._folder.is_dir() else []
         for name in names:
             found = stale.fullmatch(name)
-            if found is None or found[1] in but:
+            if found is None or found[1] in but or (only is not None and found[1] not in only):
                 continue
             if problem := CheckpointFolder(self._folder).remove(name, _PATIENCE):
                 warnings.warn(problem, RuntimeWarning, stacklevel=2)
@@ -356,7 +356,9 @@ class ThinwireStrategy(_DDPStrategy):
         self._last_saved[str(filepath)] = nonce
         if not self.is_global_zero:
             return
-        if not hasattr(self.checkpoint_io, "checkpoint_io"):
+        if any(one.comes_and_goes for one in self._synchronized):  # other workers may save under this name too
+            files.remove(only=[before])
+        elif not hasattr(self.checkpoint_io, "checkpoint_io"):
             files.remove(but=[nonce])
         elif before is not None:  # another CheckpointIO inside of this one may still be writing
             files.remove(but=[nonce, before])
@@ -384,6 +386,8 @@ class ThinwireStrategy(_DDPStrategy):
                 f"{len(self._synchronized)}: build the same ones, or load the weights alone with load_from_checkpoint()"
             )
         for optimizer, state in zip(self._synchronized, states, strict=True):
+            if optimizer.comes_and_goes and optimizer.steps:
+                continue  # who joins a job has its state
             if CheckpointFiles.has_state(state):
                 CheckpointFiles(self._loaded_from).load(optimizer, state)
             else:  # saved under another strategy
