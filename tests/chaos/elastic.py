@@ -196,7 +196,7 @@ def live(number: int, address: str, trial: Trial, ledger: int) -> None:
             model.named_parameters(), torch.optim.AdamW, lr=0.01, elastic=elastic, comm=comm, **options
         )
         os.write(ledger, f"ready {number}\n".encode())
-        source = 10_000 * optimizer._home.membership.claim(1)  # type: ignore[attr-defined]
+        source = 10_000 * optimizer._home.membership.claims.claim(1)  # type: ignore[attr-defined]
         rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: max(0.02, 1 - optimizer.steps / STEPS))
         while optimizer.steps < STEPS:
             optimizer.zero_grad()

@@ -199,7 +199,8 @@ def test_workers_meet_in_a_file_or_at_a_served_place_and_at_none_that_nobody_ser
     for settings in (Elastic(workers=1, address=address), Elastic(workers=1, address=f"file:{tmp_path}/meeting")):
         worker = Membership(settings, *reach(settings), threads.single(30.0))
         assert worker.meet(None, alarm=False).index == 0
-        assert [worker.claim(5), worker.claim(2), worker.claim(1)] == [0, 5, 7]
+        claims = worker.claims
+        assert [claims.claim(5), claims.claim(2), claims.claim(1)] == [0, 5, 7]
         assert worker.finish(0)
     del place
     refused(MembershipError, "cannot be written", reach, Elastic(workers=1, address=f"file:{tmp_path}/no/meeting"))

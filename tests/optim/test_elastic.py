@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count, product
+from itertools import count, islice, product
 from typing import Any
 
 import pytest
@@ -624,6 +624,8 @@ def test_every_sample_counts_once_an_epoch_in_batches_of_one_size(kind: str, mon
 def test_a_job_resumes_in_another_bit_for_bit(kind: str, at: int) -> None:
     saved, weights = dict[int, dict[str, Any]](), dict[int, dict[str, Tensor]]()
 
+    read = list[int]()
+
     def body(resumes: bool, until: int, elastic: Any) -> Tensor:
         model = Tower()
         if resumes:
@@ -633,6 +635,7 @@ def test_a_job_resumes_in_another_bit_for_bit(kind: str, at: int) -> None:
         if resumes:
             optimizer.load_state_dict(saved[number])
             assert optimizer.steps == at
+        read.extend(islice(thinwire.ElasticSampler(optimizer, 60, ahead=10), 10))
         while optimizer.steps < until:
             if optimizer.steps == at and not resumes:
                 saved[number], weights[number] = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
@@ -647,6 +650,7 @@ def test_a_job_resumes_in_another_bit_for_bit(kind: str, at: int) -> None:
     whole = together([lambda: body(False, 20, first)] * 3)
     again = together([lambda: body(True, 20, second)] * 3)
     assert all(torch.equal(whole[0], one) for one in [*whole, *again])
+    assert sorted(read) == list(range(60))
 
 
 @pytest.mark.parametrize("kind", ["stage 1", "1-bit muon"])
@@ -774,6 +778,22 @@ def test_a_worker_with_other_data_or_without_any_ends_alone(micro_batch: int) ->
     assert together([deals, ends]) == [1, None]
 
 
+def test_a_batch_that_a_step_goes_without_is_no_other_steps() -> None:
+    model = Tower()
+    optimizer, _ = make(model, "adam", elastic=replace(SETTINGS, workers=1))
+    sampler = thinwire.ElasticBatchSampler(optimizer, 60, batch=8, micro_batch=4)
+    dealt, read = list(islice(sampler, 6)), list[list[int]]()
+    for one in islice(sampler.steps(DataLoader(range(60), batch_sampler=sampler)), 3):
+        for batch in one:
+            read.append(batch.tolist())
+            loss_of(model, 0, 1).backward()
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+    assert read == dealt[::2]
+    optimizer.synchronize_weights()
+
+
 def test_a_sampler_is_refused_where_it_could_not_deal() -> None:
     model = Tower()
     optimizer, _ = make(model, "adam", elastic=replace(SETTINGS, workers=1))
@@ -783,6 +803,10 @@ def test_a_sampler_is_refused_where_it_could_not_deal() -> None:
     with pytest.raises(TypeError, match="needs an optimizer with elastic="):
         thinwire.ElasticBatchSampler(torch.optim.SGD(model.parameters()), 60, **sizes)
     sampler = thinwire.ElasticBatchSampler(optimizer, 60, **sizes)
+    refused(ValueError, "another sampler says", next, sampler.steps(DataLoader(range(60), batch_size=4)))
+    refused(RuntimeError, "the loader of steps\\(\\) has ended", next, iter(next(sampler.steps([]))))
+    with pytest.raises(TypeError, match="seed must be a whole number, the same on every worker, got 'a'"):
+        thinwire.ElasticBatchSampler(optimizer, 60, **sizes, seed="a")
     steps = sampler.steps(DataLoader(range(60), batch_sampler=sampler))
     next(steps)
     with pytest.raises(RuntimeError, match="the optimizer took 0 steps for one of the sampler's"):

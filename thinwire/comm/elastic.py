@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import json
 import math
 import os
 import threading
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -203,6 +204,18 @@ class LimitedStore:
     def propose(self, key: str, value: str) -> str:
         """Set a value where there is none yet; the value that is there then."""
         return self._ask(lambda: self._store.compare_set(key, "", value).decode())
+
+    def check_alike(self, settings: Mapping[str, Any], about: str) -> None:
+        """Raise ValueError, naming a difference, unless these are what the job's first worker has written."""
+        mine = json.dumps(settings)
+        first: dict[str, Any] = json.loads(self.propose(about, mine))
+        for name, value in json.loads(mine).items():
+            if first.get(name) != value:
+                raise ValueError(
+                    f"{name} is {value!r} here and {first.get(name)!r} on the job's first worker: every worker needs "
+                    "the same model, settings and data. A new job at the same meeting place needs another "
+                    "Elastic(job=...)"
+                )
 
     def wait_for(self, heart: Heart) -> None:
         """Wait until it answers a heart, too, whose connection may be later to notice that it does again."""

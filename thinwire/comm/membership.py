@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -75,11 +76,11 @@ def _asked(method: Method[P, Result]) -> Method[P, Result]:
 class Membership:
     """One worker's part in the agreement on who is in the job; of one of its ranks, where it is a node.
 
-    Every rank of a node makes the same calls, but for `claim`, and for `wanted` and `leave`, which say and do something
-    on the first rank alone. Every call may raise MembershipError, which is final.
+    Every rank of a node makes the same calls, but for those of `claims`, and for `wanted` and `leave`, which say and do
+    something on the first rank alone. Every call may raise MembershipError, which is final.
 
     `generation`: the last one that this worker was in; `departures`: what the first rank saw of who was in the one
-    before, and is not in it. `relay`: between the node's ranks. `heart`: of the first one.
+    before, and is not in it. `relay`: between the node's ranks. `heart`: of the first one. `claims`: see Claims.
     """
 
     heart: Heart
@@ -106,6 +107,7 @@ class Membership:
         self._place = store
         seconds = max(settings.silence, _ANSWER_SECONDS)
         self._store = LimitedStore(PrefixStore(f"thinwire/{settings.job}", store), address, seconds)
+        self.claims = Claims(self._store, self.name)
         self.relay = Relay(comm, settings.join_timeout + settings.timeout, errors, self.leave)
         self._arrive()
 
@@ -118,15 +120,11 @@ class Membership:
     def agree_on(self, settings: Mapping[str, Any], about: str = "settings") -> None:
         """Leave and raise ValueError, naming a difference, unless these are what the job's first worker has; `about`:
         what they are of."""
-        mine = json.dumps(settings)
-        first: dict[str, Any] = json.loads(self._store.propose(about, mine))
-        for name, value in json.loads(mine).items():
-            if first.get(name) != value:
-                self.leave()
-                raise ValueError(
-                    f"{name} is {value!r} here and {first.get(name)!r} on the job's first worker: every worker needs "
-                    "the same model and settings. A new job at the same meeting place needs another Elastic(job=...)"
-                )
+        try:
+            self._store.check_alike(settings, about)
+        except ValueError:
+            self.leave()
+            raise
 
     @_asked
     def begin(self) -> None:
@@ -138,11 +136,6 @@ class Membership:
     def begun(self) -> bool:
         """Whether a worker has said so."""
         return self._store.read("begun") is not None
-
-    def claim(self, count: int) -> int:
-        """The first of `count` numbers, from 0 up, that no other rank of the job gets or has got; each rank asks for
-        itself, whenever it likes."""
-        return self._store.add("claimed", count) - count
 
     @_asked
     def why_meet(self, own_reason: str) -> str:
@@ -370,6 +363,33 @@ class Membership:
     def _another_store(self) -> Store:
         """Over a connection of its own: one that waits for a key answers nothing else."""
         return PrefixStore(f"thinwire/{self.settings.job}", self._place.clone())  # type: ignore[attr-defined]
+
+
+class Claims:
+    """Numbers from 0 up that the ranks of a job claim, each for itself, whenever it likes."""
+
+    def __init__(self, store: LimitedStore, worker: str) -> None:
+        self._store, self._worker, self._taken = store, worker, 0
+
+    def claim(self, count: int) -> int:
+        """The first of `count` numbers that no other rank of the job gets or has got."""
+        return self._store.add("claimed", count) - count
+
+    @property
+    def taken(self) -> int:
+        """How many numbers are claimed; when last asked, if the meeting place is lost, as after the job's end."""
+        with suppress(MembershipError):
+            self._taken = self.claim(0)
+        return self._taken
+
+    def go_on_from(self, taken: int) -> None:
+        """Leave out the numbers that another job had `taken`: once, however many workers ask for it."""
+        if self._store.propose("goes on claiming", self._worker) == self._worker:
+            self.claim(max(0, taken - self.claim(0)))
+
+    def check_meaning(self, meaning: Mapping[str, Any]) -> None:
+        """Raise ValueError unless numbers mean the same on the first rank that has said what they do."""
+        self._store.check_alike(meaning, "numbers")
 
 
 def _parsed(decided: str | None) -> list[Entry]:

@@ -189,10 +189,12 @@ class ElasticSamples(Sampler[int]):
 
     def __init__(self, training: EngineTraining, dataset: Any, seed: int) -> None:
         self._training, self._size, self._seed = training, len(dataset), seed
+        self._samples: ElasticSampler | None = None
 
     def __iter__(self) -> Iterator[int]:
         optimizer: Any = self._training.running.optimizer
-        return iter(ElasticSampler(optimizer, self._size, seed=self._seed))
+        self._samples = self._samples or ElasticSampler(optimizer, self._size, seed=self._seed)
+        return iter(self._samples)
 
 
 class ElasticSteps(TrainerCallback):

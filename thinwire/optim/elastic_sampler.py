@@ -4,12 +4,12 @@ always as many samples, dealt among the workers that there are."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from thinwire.optim.diloco.elastic_home import ElasticHome
 from thinwire.optim.options import check_count
@@ -21,9 +21,14 @@ Batch = TypeVar("Batch")
 
 
 class _Order:
-    """A shuffled order of `size` samples, another one each epoch; `of`: the sample that a number from 0 up means."""
+    """A shuffled order of `size` samples, another one each epoch; `of`: the sample that a number from 0 up means.
+
+    Raises TypeError for a seed that is no int: the hash of a text is another one in each process.
+    """
 
     def __init__(self, size: int, seed: int) -> None:
+        if not isinstance(seed, int):
+            raise TypeError(f"seed must be a whole number, the same on every worker, got {seed!r}")
         self._size, self._seed, self._epoch = size, seed, -1
         self._order = torch.empty(0)
 
@@ -39,7 +44,7 @@ class ElasticSampler(Sampler[int]):
     """Samples of a data set in a shuffled order, each for one worker only, epoch after epoch without end.
 
     Workers claim `ahead` samples at a time at the meeting place. What a worker that died had claimed and not read
-    is not read in that epoch.
+    is not read in that epoch. A job that goes on from another's state goes on where that one's claims ended.
 
         loader = DataLoader(dataset, batch_size=16, sampler=thinwire.ElasticSampler(optimizer, len(dataset)))
 
@@ -48,6 +53,8 @@ class ElasticSampler(Sampler[int]):
         size: how many samples there are.
         seed: of the order, which differs from epoch to epoch; the same on every worker.
         ahead: about what a worker reads from one outer step of DiLoCo to the next.
+
+    Raises ValueError, or TypeError, for what cannot work, or is not as on the job's first worker.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, size: int, *, seed: int = 0, ahead: int = 512) -> None:
@@ -57,14 +64,18 @@ class ElasticSampler(Sampler[int]):
             raise ValueError("ElasticSampler needs an optimizer with elastic=: others take torch's own samplers")
         check_count("size", size)
         check_count("ahead", ahead)
-        self._claim: Callable[[int], int] = part.membership.claim
         self._order = _Order(size, seed)
+        claims = part.membership.claims
+        claims.check_meaning({"size of ElasticSampler": size, "seed of ElasticSampler": seed})
+        self._claim: Callable[[int], int] = claims.claim
         self._ahead = ahead
+        self._claimed = iter(range(0))  # and not read: also by whoever iterates next
 
     def __iter__(self) -> Iterator[int]:
         while True:
+            yield from map(self._order.of, self._claimed)
             first = self._claim(self._ahead)
-            yield from map(self._order.of, range(first, first + self._ahead))
+            self._claimed = iter(range(first, first + self._ahead))
 
 
 @dataclass
@@ -125,9 +136,10 @@ class ElasticBatchSampler(Sampler[list[int]]):
             raise ValueError(f"batch={batch} is no multiple of micro_batch={micro_batch}")
         if workers.in_use:
             raise ValueError("make the ElasticBatchSampler before the optimizer's first step, whose data it deals")
+        self._order = _Order(size, seed)
         told = {"size": size, "batch": batch, "micro_batch": micro_batch, "seed": seed}
         workers.membership.agree_on({f"{name} of ElasticBatchSampler": one for name, one in told.items()}, "data")
-        self._optimizer, self._workers, self._order = optimizer, workers, _Order(size, seed)
+        self._optimizer, self._workers = optimizer, workers
         self._batch, self._micro_batch = batch, micro_batch
         self._taken = self._changed = 0  # steps, and how often some died whose samples were dealt anew
         self.load_state_dict(workers.shared_data or {"next": 0, "owed": [], "open": []})
@@ -157,9 +169,14 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """The steps to come, each with this worker's batches of `loader`, whose `batch_sampler` this is. It is begun
         anew when workers have come or gone, so that what it had read ahead for others is not used.
 
-        Raises ValueError if there are more workers than micro-batches, on those that came last, which get none and
-        leave the job, and RuntimeError unless the optimizer steps once for each.
+        Raises ValueError for a DataLoader that deals otherwise, and if there are more workers than micro-batches, on
+        those that came last, which get none and leave the job; RuntimeError unless the optimizer steps once for each.
         """
+        if isinstance(loader, DataLoader) and loader.batch_sampler is not self:
+            raise ValueError(
+                "steps() was given a DataLoader that reads what another sampler says, so that workers would read the "
+                "same samples: build it with batch_sampler=, this sampler, and no batch_size, shuffle or sampler"
+            )
         while True:
             names, changed, batches = self._workers.dealt_to, self._changed, iter(loader)
             count, workers = self._batch // self._micro_batch, len(names)
@@ -168,10 +185,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 self._workers.close()
                 raise ValueError(f"{count} micro-batches a step are too few for {workers} workers: make them smaller")
             while (self._workers.dealt_to, self._changed) == (names, changed):
-                taken = self._taken
-                yield StepBatches(self._optimizer, batches, mine, min(workers, count) / count)
+                taken, step = self._taken, StepBatches(self._optimizer, batches, mine, min(workers, count) / count)
+                yield step
                 if self._taken != taken + 1:
                     raise RuntimeError(f"the optimizer took {self._taken - taken} steps for one of the sampler's")
+                step.skip_rest()
 
     def _shares(self, names: Sequence[str], numbers: list[int]) -> dict[str, list[list[int]]]:
         """The micro-batches of each worker; if they are too few, of those that have been in the job for longest."""
@@ -203,7 +221,17 @@ class StepBatches(Generic[Batch]):
         self._optimizer, self._batches, self._count, self.weight = optimizer, batches, count, weight
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in islice(self._batches, self._count - 1):
-            with self._optimizer.no_sync():
-                yield batch
-        yield next(self._batches)
+        while self._count:
+            self._count -= 1
+            with self._optimizer.no_sync() if self._count else nullcontext():
+                yield self._next()
+
+    def skip_rest(self) -> None:
+        """Drop the batches that the step did without, which no later one is to have."""
+        for _ in range(self._count):
+            self._next()
+
+    def _next(self) -> Batch:
+        for batch in self._batches:
+            return batch
+        raise RuntimeError("the loader of steps() has ended, and the sampler never does: give it a DataLoader of it")

@@ -359,3 +359,4 @@ class AlgorithmCounters(Counters):
     freeze_groups: list[_FreezeGroup]
     shared_at: Count | None = None
     resynchronized_at: Count = 0
+    claimed: Count = 0  # samples that an elastic job had given out

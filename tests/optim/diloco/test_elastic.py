@@ -232,8 +232,8 @@ def test_no_sample_is_read_twice_by_workers_or_ranks_of_one(workers: int, ranks:
     def body(comm: Communicator) -> list[int]:
         settings = Elastic(workers=workers, address="here:1")
         optimizer, _ = make_elastic(Tower(), comm=comm if ranks > 1 else None, elastic=settings)
-        samples = iter(thinwire.ElasticSampler(optimizer, workers * ranks * each, seed=3, ahead=each))
-        found = [next(samples) for _ in range(each)]
+        samples = thinwire.ElasticSampler(optimizer, workers * ranks * each, seed=3, ahead=each)
+        found = [next(iter(samples)) for _ in range(each)]  # as a Trainer that begins its epochs anew
         optimizer.synchronize()
         return found
 
@@ -274,6 +274,10 @@ def test_what_one_worker_cannot_do_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         make_elastic(Tower(), elastic=Elastic(workers=1, address="here:1"))
     with pytest.raises(ValueError, match=r"needs an optimizer with elastic"):
         thinwire.ElasticSampler(thinwire.DiLoCo([torch.nn.Parameter(torch.ones(1))], torch.optim.SGD, lr=1.0), 10)
+    other, _ = make_elastic(Tower(), elastic=Elastic(workers=1, address="here:1", job="other"))
+    thinwire.ElasticSampler(other, 10)
+    with pytest.raises(ValueError, match="size of ElasticSampler is 11 here and 10 on the job's first worker"):
+        thinwire.ElasticSampler(other, 11)
 
 
 def test_trainers_do_not_count_the_steps_of_who_may_join_late(monkeypatch: pytest.MonkeyPatch) -> None:

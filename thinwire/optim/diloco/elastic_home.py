@@ -255,7 +255,8 @@ class ElasticHome(LocalHome):
         if stays and not plan.as_saved:
             self._take_in_arrived()
         if me == plan.order[0] and self._relay.leads and plan.claimed:
-            self.membership.claim(max(0, plan.claimed - self.membership.claim(0)))
+            claims = self.membership.claims
+            claims.claim(max(0, plan.claimed - claims.claim(0)))
         if not plan.top and not plan.as_saved:
             self._shared.cut({})  # not all may know what was agreed
         group = self.membership.connect(plan.order, "exchange")
@@ -335,7 +336,7 @@ class ElasticHome(LocalHome):
     def counters(self) -> dict[str, Any]:
         owned = [[one.own.start, one.own.stop] for one in self._states()]
         said = {"place": self.index, "workers": self.workers, "owned": owned, "taken": self._taken}
-        place = self._relay.ask(lambda: {**said, "claimed": self.membership.claim(0)})
+        place = self._relay.ask(lambda: {**said, "claimed": self.membership.claims.taken})
         return {**super().counters(), ELASTIC: place}
 
     @override

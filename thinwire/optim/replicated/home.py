@@ -221,6 +221,7 @@ class ReplicatedHome(AlgorithmHome):
         found, names = super().counters(), self._table.names
         for of_group, group in zip(found["freeze_groups"], self.groups, strict=True):
             of_group["buckets"] = [[names[slot.parameter] for slot in one.layout.slots] for one in group.buckets]
+        found |= {} if self.workers is None else {"claimed": self.workers.membership.claims.taken}
         return {**found, "nodes": self._saved_nodes, "shared_at": self._comparisons.shared_at}
 
     @property
@@ -257,6 +258,7 @@ class ReplicatedHome(AlgorithmHome):
         self._synchronizer.prepare()
         if self.workers is not None:
             weights = sum(map(checksum, self._table.weights())) % (1 << 32)
+            self.workers.membership.claims.go_on_from(saved.get("claimed", 0))
             self.workers.begin_at(f"step {self.steps}, {weights:08x}", source)
 
     @override
