@@ -81,7 +81,7 @@ def test_a_worker_that_is_silent_is_dropped_and_comes_back_as_a_new_one() -> Non
     assert first.departures == [f"{second.name} gave no sign of life for 2 s"]
     # It was only held up: what it says of its state does not count any more.
     second.heart = Heart(PrefixStore("thinwire/job", store), second.name, settings.silence)
-    until(lambda: not first.heart.silent(second.name))
+    until(lambda: not first.heart.fate(second.name))
     with ThreadPoolExecutor(1) as pool:
         back = pool.submit(lambda: second.meet({"taken": 9}, alarm=True))
         until(lambda: first.wanted)
@@ -153,7 +153,7 @@ def test_all_are_done_or_meet_again() -> None:
     first.leave()
     late = arrive(store)
     late.heart.watch([first.name])
-    until(lambda: late.heart.silent(first.name))  # before it asks whether the job is over
+    until(lambda: late.heart.fate(first.name) != "")  # before it asks whether the job is over
     refused(MembershipError, "is over: there is nothing to join", late.meet, None, alarm=False)
 
 

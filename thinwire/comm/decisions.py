@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from thinwire.comm.collectives import Work
 from thinwire.comm.communicator import Communicator
-from thinwire.comm.elastic import MembershipError
+from thinwire.comm.elastic import until_done
 from thinwire.comm.errors import Call, CommunicationError, RollCall
 
 Collective = Callable[[Communicator], list[bytes]]
@@ -43,7 +43,7 @@ class Decisions(Bystander):
     takes that over. `passed`: how many are decided here. Others, as reductions, are not for what must be repeatable.
     """
 
-    def __init__(self, comm: Communicator, meet: Callable[[CommunicationError], None]) -> None:
+    def __init__(self, comm: Communicator, meet: Callable[[CommunicationError], object]) -> None:
         """`meet`: has the workers meet, and calls `adopt` and `follow` before it returns."""
         super().__init__(comm.size, comm.timeout)
         self._meet = meet
@@ -98,12 +98,10 @@ class Decisions(Bystander):
         return Work()
 
     def _decide(self, collective: Collective) -> list[bytes]:
-        while self.passed not in self._kept:
-            try:
+        def decide() -> None:
+            if self.passed not in self._kept:  # nor has a survivor shared it
                 self._kept[self.passed] = collective(self._among)
-            except MembershipError:
-                raise
-            except CommunicationError as error:
-                self._meet(error)
+
+        until_done(decide, self._meet)
         self.passed += 1
         return self._kept[self.passed - 1]

@@ -27,6 +27,8 @@ from thinwire.comm.torch_backend import serve_store
 MEETING_PLACE = "THINWIRE_MEETING"
 """The environment variable that says where workers meet."""
 
+Result = TypeVar("Result")
+
 _IN_A_FILE = "file:"
 
 _LEAST_SILENCE = 2.0
@@ -35,6 +37,19 @@ _LEAST_SILENCE = 2.0
 class MembershipError(CommunicationError):
     """This worker cannot go on with the others, nor can it without them: the meeting place is lost, too few workers are
     left, the job is over, or no worker is left that has its weights."""
+
+    final = True
+
+
+def until_done(action: Callable[[], Result], meet: Callable[[CommunicationError], object]) -> Result:
+    """What `action` returns, called again after each meeting that a failure of it leads to."""
+    while True:
+        try:
+            return action()
+        except CommunicationError as error:
+            if error.final:
+                raise
+            meet(error)
 
 
 @dataclass(frozen=True)
@@ -175,9 +190,6 @@ _BEGIN, _LONGEST_BEGIN = b"refcount", 64
 """The first key of each of torch's FileStores, and bytes within which it stands."""
 
 
-Result = TypeVar("Result")
-
-
 class LimitedStore:
     """What workers write and read at their meeting place, `address`.
 
@@ -254,7 +266,8 @@ class Heart:
         self._members: tuple[str, ...] = ()
         self._next = 0
         self._alarm = False
-        self._wanted = self._watched = False
+        self.wanted = False  # whether a worker waits for the next generation
+        self.watched = False  # whether a newcomer waits to look on while the others train
         self.told = 0  # how many have looked on, or wanted to
         self.step = 0  # that this worker takes with the others
         self.ended: int | None = None  # the last step of a worker of this generation that takes no more
@@ -271,7 +284,7 @@ class Heart:
         with self._lock:
             self._next = number + 1
             self._members = tuple(members)
-            self._alarm = self._wanted = False
+            self._alarm = self.wanted = False
             self.ended = None
             self.watch(self._members)
 
@@ -281,12 +294,8 @@ class Heart:
             for name in names:
                 self._unchanged.setdefault(name, 0)
 
-    def silent(self, name: str) -> bool:
-        """Whether a worker that is watched has left, or counts as dead."""
-        return bool(self.fate(name))
-
     def fate(self, name: str) -> str:
-        """Which of the two it is, in words; empty if it is neither."""
+        """Whether a worker that is watched has left, or counts as dead, in words; empty if it is alive."""
         with self._lock:
             left, dead = self._beats.get(name) == _GONE, self._unchanged[name] >= self._patience
         return f"{name} left" if left else f"{name} gave no sign of life for {self._silence:g} s" if dead else ""
@@ -318,16 +327,6 @@ class Heart:
         """Whether the meeting place has answered of late."""
         return time.monotonic() - self._looked <= self._silence + _INTERVAL
 
-    @property
-    def wanted(self) -> bool:
-        """Whether a worker waits for the next generation."""
-        return self._wanted
-
-    @property
-    def watched(self) -> bool:
-        """Whether a newcomer waits to look on while the others train."""
-        return self._watched
-
     def wait_for_answer(self) -> None:
         """Return once the meeting place answers; raises RuntimeError if it is lost."""
         while not self.is_answered:
@@ -338,7 +337,7 @@ class Heart:
     def tell(self) -> int:
         """Take note that the next one is told; its number."""
         with self._lock:
-            self.told, self._watched = self.told + 1, False
+            self.told, self.watched = self.told + 1, False
         return self.told - 1
 
     def stop(self, gone: bool = False) -> None:
@@ -373,7 +372,7 @@ class Heart:
                 self._unchanged[name] = self._unchanged[name] + 1 if self._beats.get(name) == beat else 0
             self._beats.update(beats)
             if number == self._next:
-                self._alarm, self._wanted, self.ended = alarm, wanted, last
+                self._alarm, self.wanted, self.ended = alarm, wanted, last
             if told == self.told:
-                self._watched = watched
+                self.watched = watched
         self._looked = time.monotonic()

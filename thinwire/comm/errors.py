@@ -16,7 +16,10 @@ class CommunicationError(RuntimeError):
     """A collective failed: a rank died, raised, called something else, or the transport broke.
 
     ``ranks`` holds the ranks at fault (empty if no rank can tell) and ``collective`` the failed call.
+    ``final``: workers that come and go gain nothing by doing it again.
     """
+
+    final = False
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = (), collective: str = "") -> None:
         super().__init__(message)

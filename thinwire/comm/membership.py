@@ -230,7 +230,7 @@ class Membership:
         """Whom this worker would have in a generation after that of the workers `before`; None to wait on."""
         here, settings = self._present(number), self.settings
         names = {entry.name for entry in here}
-        missing = [name for name in before if name not in names and not self.heart.silent(name)]
+        missing = [name for name in before if name not in names and not self.heart.fate(name)]
         # Who was in the last generation, and got no state in it, is a newcomer still.
         late = self._admits is not None and record is None and self._store.read("begun") is not None
         stay = [one for one in here if one.name in before and (one.record is not None or self._admits is None)]
@@ -263,7 +263,7 @@ class Membership:
         written = [self._store.read(f"{number}/entry/{place}") for place in places]
         found = [Entry(**json.loads(one)) for one in written if one is not None]
         self.heart.watch([one.name for one in found])
-        return [one for one in found if one.name == self.name or not self.heart.silent(one.name)]
+        return [one for one in found if one.name == self.name or not self.heart.fate(one.name)]
 
     # Before a newcomer comes to a meeting
 

@@ -48,6 +48,8 @@ _KNOWN_FLAGS = sum(Flags)
 class PacketError(CommunicationError):
     """A packet that is not the one its receiver waits for."""
 
+    final = True
+
 
 class SettingsError(PacketError):
     """A packet from a rank whose optimizer has other hyperparameters."""

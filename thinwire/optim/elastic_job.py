@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -103,9 +104,19 @@ class Position:
         return self.brought, self.phase
 
 
-def positions(generation: Generation) -> list[Position | None]:
-    """Of its workers; None of those that are new."""
-    return [None if one.record is None else Position(**one.record) for one in generation.entries]
+def positions(generation: Generation) -> dict[int, Position]:
+    """Of its workers, by number, but for those that are new."""
+    return {number: Position(**one.record) for number, one in enumerate(generation.entries) if one.record is not None}
+
+
+def first_and_late(generation: Generation, steps: Callable[[Position], int]) -> list[int]:
+    """The first worker of those with most `steps`, and those with fewer; none if there are no such, or this worker is
+    not one of them."""
+    said = {number: steps(one) for number, one in positions(generation).items()}
+    last = max(said.values(), default=0)
+    late = [number for number, one in said.items() if one < last]
+    members = [next(number for number, one in said.items() if one == last), *late] if late else []
+    return members if generation.index in members else []
 
 
 def may_be_joined(records: Sequence[Record | None]) -> bool:
@@ -119,24 +130,33 @@ _ATTEMPTS = 10
 
 
 def meet_and_join(
-    membership: Membership, stand: Callable[[], Record | None], join: Callable[[Generation], None], *, alarm: bool
-) -> tuple[Generation, list[str]]:
-    """Be in the next generation that can work together; return it, and who was lost on the way.
+    membership: Membership,
+    failure: CommunicationError | None,
+    stand: Callable[[], Record | None],
+    join: Callable[[Generation], None],
+    where: Callable[[], str],
+) -> Generation:
+    """Be in the next generation that can work together; one of its workers prints who came, and was lost on the way.
 
-    `stand`: where this worker is, as a meeting takes it. `join`: connects it with a generation. `alarm`: see meet().
+    `failure`: why this worker calls a meeting; None where all come to it by themselves. `stand`: where this worker is,
+    as a meeting takes it. `join`: connects it with a generation. `where`: from where that goes on, in words.
     """
     lost: list[str] = []
     for _ in range(_ATTEMPTS):
-        generation = membership.meet(stand(), alarm=alarm)
+        generation = membership.meet(stand(), alarm=failure is not None)
         lost += membership.departures
         try:
             join(generation)
-        except (PacketError, MembershipError):
-            raise
         except CommunicationError as error:
-            alarm, failure = True, error
+            if error.final:
+                raise
+            failure = error
         else:
-            return generation, lost
+            if membership.relay.leads and generation.index == 0 and generation.number > 1:
+                new = sum(one.record is None for one in generation.entries)
+                line = "; ".join([f"{len(generation.entries)} workers {where()}, {new} of them new", *lost])
+                print(f"thinwire: {line}", file=sys.stderr, flush=True)
+            return generation
     raise MembershipError(
         f"the workers met {_ATTEMPTS} times and could not connect: {failure}. Can each reach the others? "
         "GLOO_SOCKET_IFNAME says by which interface"

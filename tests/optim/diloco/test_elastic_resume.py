@@ -1,7 +1,7 @@
 """An elastic job that is saved, ends, and is taken up again by as many workers, by fewer, or by more."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -103,11 +103,11 @@ def test_what_was_not_saved_together_is_not_loaded_together() -> None:
     first = Standing(taken=4, steps=7, place=0, checkpoint="3 workers after step 7", resumes=3)
     other = Standing(taken=6, steps=9, place=1, checkpoint="3 workers after step 9", resumes=3)
     with pytest.raises(MembershipError, match="of different runs or steps: 3 workers after step 7 and 3 workers after"):
-        Plan.of([first.record(), other.record()])
+        Plan.of([asdict(first), asdict(other)])
     with pytest.raises(MembershipError, match=r"states of workers \[0, 0\]: each loads a file of its own"):
-        Plan.of([first.record(), first.record(), None])
+        Plan.of([asdict(first), asdict(first), None])
     # Who began before another loaded begins anew, and so does who comes.
-    plan = Plan.of([Standing(taken=1, steps=9, place=1).record(), None, first.record()])
+    plan = Plan.of([asdict(Standing(taken=1, steps=9, place=1)), None, asdict(first)])
     assert (plan.source, plan.lacking, plan.order, plan.as_saved) == (2, (0, 1), (2, 0, 1), False)
 
 

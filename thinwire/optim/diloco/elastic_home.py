@@ -6,9 +6,8 @@ none. docs/internals/elastic.md says why that holds.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
@@ -16,8 +15,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import CommunicationError, Communicator
-from thinwire.comm.elastic import MembershipError
-from thinwire.comm.membership import Generation, Membership
+from thinwire.comm.elastic import MembershipError, until_done
+from thinwire.comm.membership import Membership
 from thinwire.comm.relay import GenerationCommunicator, WorkerGroup
 from thinwire.compress.codecs import Codec
 from thinwire.compress.packet import PacketError
@@ -33,7 +32,7 @@ from thinwire.zero.home import StepResult, ring_bytes
 from thinwire.zero.saved_state import SliceSource
 
 
-class _WorkerWaits(Exception):  # noqa: N818 - no error: all know after the same outer step
+class _WorkerWaits(CommunicationError):  # noqa: N818 - no error: all know after the same outer step
     """All meet, to let a worker in."""
 
 
@@ -84,7 +83,7 @@ class ElasticHome(LocalHome):
         self._is_over = False
         self._failure = ""
         self._bytes_earlier = 0
-        self._meet(alarm=False)
+        self._meet()
 
     # What it reports
 
@@ -187,7 +186,7 @@ class ElasticHome(LocalHome):
         assert one.arrived is not None
         self._count(one, one.arrived.update)
         if one.arrived.meet and not self.fragments[self._shared.fragment(self._taken)].kind:
-            raise _WorkerWaits  # with state as it is in common behind these weights
+            raise _WorkerWaits("a worker waits")  # with state as it is in common behind these weights
 
     def _count(self, one: UnderWay, update: Tensor | None) -> None:
         """Outer step number `_taken` is taken, or dropped where there is no `update`."""
@@ -212,32 +211,24 @@ class ElasticHome(LocalHome):
 
     def _together(self, action: Callable[[], None]) -> None:
         """Do it with the others, in as many generations as that takes."""
-        while True:
-            try:
-                if reason := self.membership.why_meet(self._failure):
-                    raise CommunicationError(reason)
-                action()
-                return
-            except (PacketError, MembershipError):
-                raise
-            except CommunicationError:
-                self._meet(alarm=True)
-            except _WorkerWaits:
-                self._meet(alarm=False)
+
+        def act() -> None:
+            if reason := self.membership.why_meet(self._failure):
+                raise CommunicationError(reason)
+            action()
+
+        until_done(act, self._meet)
 
     @torch.no_grad()
-    def _meet(self, *, alarm: bool) -> None:
+    def _meet(self, failure: CommunicationError | None = None) -> None:
         """Be in the next generation that can work together."""
-        generation, lost = meet_and_join(
+        meet_and_join(
             self.membership,
-            lambda: self._standing().record() if self._in_the_job else None,
-            lambda found: self._move_to(found.index, _plan_of(found)),
-            alarm=alarm,
+            None if isinstance(failure, _WorkerWaits) else failure,
+            lambda: asdict(self._standing()) if self._in_the_job else None,
+            lambda found: self._move_to(found.index, Plan.of([entry.record for entry in found.entries])),
+            lambda: f"from step {self.steps} on",
         )
-        if self._warns and generation.number > 1:
-            new = f"{_plan_of(generation).standings.count(None)} of them new"
-            line = "; ".join([f"{self.workers} workers from step {self.steps} on, {new}", *lost])
-            print(f"thinwire: {line}", file=sys.stderr, flush=True)
 
     def _standing(self) -> Standing:
         arrived = sum(one.arrived is not None for one in self.under_way)
@@ -352,7 +343,7 @@ class ElasticHome(LocalHome):
         self.steps, self.under_way, self._resumed_from = loaded.steps, loaded.under_way, loaded.run
         self._taken = self._shared.count(self._timetable.count(self.steps)) - len(self.under_way)
         self._in_the_job = True
-        self._meet(alarm=True)
+        self._meet(CommunicationError("a state was loaded"))
 
     @override
     def load_weights(self, source: SliceSource) -> None:
@@ -384,7 +375,3 @@ class ElasticHome(LocalHome):
     def _bring_due(self) -> None:
         self._leave_due()
         super()._bring_all()
-
-
-def _plan_of(generation: Generation) -> Plan:
-    return Plan.of([entry.record for entry in generation.entries])

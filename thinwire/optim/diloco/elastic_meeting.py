@@ -4,7 +4,7 @@ what each saves and takes up again."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -37,10 +37,6 @@ class Standing:
     checkpoint: str = ""
     resumes: int = 0
     claimed: int = 0
-
-    def record(self) -> Record:
-        """As a meeting takes it."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

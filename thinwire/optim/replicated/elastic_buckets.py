@@ -17,7 +17,8 @@ from thinwire.compress.packet import Flags, PacketError
 from thinwire.optim.bucket import Bucket, place_of
 from thinwire.optim.freeze_group import FreezeGroup
 from thinwire.optim.replicated.parameters import WholeStorage
-from thinwire.optim.replicated.synchronizer import SynchronizedBackward, Synchronizer
+from thinwire.optim.replicated.synchronizer import FreezeGroups, SynchronizedBackward, Synchronizer
+from thinwire.optim.wire import Wire
 from thinwire.zero.backward import BackwardWatcher
 
 
@@ -122,7 +123,14 @@ def owned_residuals(groups: Iterable[FreezeGroup]) -> Owned:
     return found
 
 
-def hand_on(before: FreezeGroup, after: FreezeGroup, owned: Owned) -> None:
+def cut_anew(layout: FreezeGroups, wire: Wire, owned: Owned) -> None:
+    """Cut all buckets for the ranks of `wire`, with what they held and this rank has `owned`."""
+    before = layout.cut_anew(wire)
+    for group in layout.groups:
+        _hand_on(before.pop(0), group, owned)  # and let go of it, so that only one is there twice
+
+
+def _hand_on(before: FreezeGroup, after: FreezeGroup, owned: Owned) -> None:
     """Have the same buckets, cut for other ranks, go on with what they held: all of the state, a worker's own residual,
     and what this rank owns again of what it has `owned`."""
     after.peak, after.left_out_steps = before.peak, before.left_out_steps

@@ -9,18 +9,16 @@ the death, or a newcomer, has left too little of it, unless one of the workers h
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.comm import CommunicationError
-from thinwire.comm.elastic import MembershipError
+from thinwire.comm.elastic import MembershipError, until_done
 from thinwire.comm.membership import Generation, Record
-from thinwire.compress.packet import PacketError
-from thinwire.optim.elastic_job import StepPhase, positions
+from thinwire.optim.elastic_job import StepPhase, first_and_late, positions
 from thinwire.optim.replicated.elastic_buckets import Arrival
 from thinwire.optim.replicated.elastic_workers import ElasticWorkers
 from thinwire.optim.replicated.torch_steps import TorchSteps
@@ -60,11 +58,11 @@ class ShardedWorkers(ElasticWorkers):
     """ElasticWorkers that divide the state of TorchSteps."""
 
     def __init__(self, elastic: Any, options: Any, layout: Any, *others: Any) -> None:
+        self._layout = layout
         self._sizes = [max(1, one.numel() if one.requires_grad else 0) for one in layout.table.parameters]
-        steps = layout.groups[0].algorithm
-        assert isinstance(steps, TorchSteps)
-        assert steps.shares is not None
-        self._shares, steps.shares.publish = steps.shares, self._publish
+        assert self._steps.shares is not None
+        self._shares = self._steps.shares
+        self._shares.publish = self._publish
         self._published, self._settled, self._settled_elsewhere = 0, -1, -1
         self._holds: list[set[int]] = []  # of each of the workers
         self._is_divided = False  # as `divide` has it
@@ -87,29 +85,15 @@ class ShardedWorkers(ElasticWorkers):
     def _publish(self, moved: Sequence[int]) -> None:
         """Have the new weights of parameters from their owners. Collective of those who have not had them."""
         weights = self._table.weights()
-        while self._given is None:
-            try:
-                found = self._gather(moved, weights)
-            except (PacketError, MembershipError):
-                raise
-            except CommunicationError:
-                self._meet(alarm=True)
-            else:
-                for number, values in found:
-                    weights[number].copy_(values.view(weights[number].shape))
-                break
-        if self._given is not None:
-            for weight, values in zip(weights, self._given, strict=True):
-                weight.copy_(values)
+        for number, values in until_done(lambda: self._gather(moved, weights), self._meet):
+            weights[number].copy_(values.view(weights[number].shape))
         self._published, self._given = self._brought, None
 
     def _gather(self, moved: Sequence[int], weights: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        from_owner: dict[int, list[int]] = {}
-        for number in moved:
-            holders = [worker for worker, one in enumerate(self._holds) if number in one]
-            from_owner.setdefault(holders[number % len(holders)], []).append(number)
+        if self._given is not None:
+            return list(enumerate(self._given))
         sent, found = [], list[tuple[int, Tensor]]()
-        for owner, numbers in sorted(from_owner.items()):
+        for owner, numbers in self._by_holder(moved):
             flat, sizes = [weights[one].reshape(-1) for one in numbers], [weights[one].numel() for one in numbers]
             values = torch.cat(flat) if owner == self._group.rank else flat[0].new_empty(sum(sizes))
             sent.append(self._group.broadcast(values, owner, async_op=True))
@@ -118,33 +102,34 @@ class ShardedWorkers(ElasticWorkers):
             one.wait()
         return found
 
+    def _by_holder(self, parameters: Iterable[int]) -> list[tuple[int, list[int]]]:
+        """One of the workers that hold each, and which of these `parameters` it sends."""
+        found: dict[int, list[int]] = {}
+        for number in parameters:
+            holders = [worker for worker, one in enumerate(self._holds) if number in one]
+            found.setdefault(holders[number % len(holders)], []).append(number)
+        return sorted(found.items())
+
     # Between steps
 
     @override
     def _go_on(self) -> None:
-        while self._brought > self._settled_elsewhere and not self._is_divided:
-            wanted = divide(self._holds, self._sizes)
-            try:
-                if wanted != self._holds:
-                    self._move_state(wanted)
-            except (PacketError, MembershipError):
-                raise
-            except CommunicationError:
-                self._meet(alarm=True)
-            else:
-                self._is_divided = True
+        until_done(self._divide, self._meet)
         self._settled = self._brought
         super()._go_on()
+
+    def _divide(self) -> None:
+        if self._is_divided or self._brought <= self._settled_elsewhere:
+            return
+        if (wanted := divide(self._holds, self._sizes)) != self._holds:
+            self._move_state(wanted)
+        self._is_divided = True
 
     def _move_state(self, wanted: list[set[int]]) -> None:
         """Have all workers hold what they are to. Collective."""
         me = self._group.rank
         for target, (holds, wants) in enumerate(zip(self._holds, wanted, strict=True)):
-            of_source: dict[int, list[int]] = {}
-            for number in sorted(wants - holds):
-                holders = [worker for worker, one in enumerate(self._holds) if number in one]
-                of_source.setdefault(holders[number % len(holders)], []).append(number)
-            for source, numbers in sorted(of_source.items()):
+            for source, numbers in self._by_holder(sorted(wants - holds)):
                 if me in (source, target):
                     self._move_between(source, target, numbers)
         self._group.barrier()  # nothing is given up before it has arrived
@@ -153,22 +138,18 @@ class ShardedWorkers(ElasticWorkers):
         self._holds, self._shares.mine = wanted, set(wanted[me])
 
     def _move_between(self, source: int, target: int, numbers: Sequence[int]) -> None:
-        group = self.membership.connect([source, target], f"state of {source} for {target}").comm
-        assert group is not None
         file = io.BytesIO()
-        if group.rank == 0:
-            torch.save({number: self._steps.state_of(number) for number in numbers}, file)
-        size = int(group.all_gather_bytes(str(file.tell()).encode(), "move state")[0])
-        values = torch.frombuffer(bytearray(file.getvalue() or size), dtype=torch.uint8)
-        group.broadcast(values)
-        group.barrier()
+        with self._among([source, target], f"state of {source} for {target}") as group:
+            if group.rank == 0:
+                torch.save({number: self._steps.state_of(number) for number in numbers}, file)
+            size = int(group.all_gather_bytes(str(file.tell()).encode(), "move state")[0])
+            values = torch.frombuffer(bytearray(file.getvalue() or size), dtype=torch.uint8)
+            group.broadcast(values)
         if group.rank:
             found = torch.load(io.BytesIO(values.numpy().tobytes()), map_location=self._place, weights_only=True)
             for number, state in found.items():
                 self._steps.set_state(number, state)
                 self._shares.mine.add(number)
-        self._bytes_earlier += group.traffic.bytes_sent
-        group.close()
 
     def _place(self, storage: Any, where: str) -> Any:
         return storage if where == "cpu" else storage.to(device=self._table.parameters[0].device)
@@ -189,17 +170,18 @@ class ShardedWorkers(ElasticWorkers):
     @override
     def _join(self, generation: Generation) -> None:
         said = positions(generation)
-        every, masks = range(len(self._sizes)), [int(one.held, 16) if one is not None else 0 for one in said]
+        every, workers = range(len(self._sizes)), range(len(generation.entries))
+        masks = [int(said[worker].held, 16) if worker in said else 0 for worker in workers]
         holds = [{number for number in every if mask >> number & 1} for mask in masks]
-        if all(one is None for one in said):
-            holds = [set(every) for _ in said]
+        if not said:
+            holds = [set(every) for _ in workers]
         elif lost := set(every) - set().union(*holds):
             self.membership.leave()
             raise MembershipError(self._why_lost(lost))
         super()._join(generation)
         self._shares.mine = set(holds[generation.index])  # not what its donor holds, which a newcomer has been told
         self._is_divided = False
-        self._holds, self._settled_elsewhere = holds, max((one.settled for one in said if one is not None), default=-1)
+        self._holds, self._settled_elsewhere = holds, max((one.settled for one in said.values()), default=-1)
 
     def _why_lost(self, lost: set[int]) -> str:
         """Who held what no survivor does; of the last generation, whose names `_names_now` has."""
@@ -219,26 +201,17 @@ class ShardedWorkers(ElasticWorkers):
         )
 
     @override
-    def _share_step(self, brought: Mapping[int, int]) -> None:
-        super()._share_step(brought)
-        generation = self.membership.generation
-        assert generation is not None
-        said = {number: one for number, one in enumerate(positions(generation)) if one is not None}
-        last = max((one.brought for one in said.values()), default=0)
-        have = [number for number, one in said.items() if one.published == last]
-        lack = [number for number, one in said.items() if one.published < last]
-        if not have or not lack or generation.index not in (have[0], *lack):
+    def _share_step(self, generation: Generation) -> None:
+        super()._share_step(generation)
+        members, said = first_and_late(generation, lambda one: one.published), positions(generation).values()
+        if not members or max(one.published for one in said) < max(one.brought for one in said):
             return
-        group = self.membership.connect([have[0], *lack], "weights").comm
-        assert group is not None
-        weights = self._table.weights() if self._given is None else self._given
-        values = weights if group.rank == 0 else list(map(torch.empty_like, weights))
-        broadcast_from_rank_0(group, values)
-        group.barrier()
+        with self._among(members, "weights") as group:
+            weights = self._table.weights() if self._given is None else self._given
+            values = weights if group.rank == 0 else list(map(torch.empty_like, weights))
+            broadcast_from_rank_0(group, values)
         if group.rank:
             self._given = values
-        self._bytes_earlier += group.traffic.bytes_sent
-        group.close()
 
     # Newcomers, who get state when the others divide it anew, and what a checkpoint has of it
 

@@ -9,27 +9,34 @@ it over. docs/internals/elastic.md says why that holds.
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from thinwire.comm import CommunicationError, threads
+from thinwire.comm import CommunicationError, Communicator, threads
 from thinwire.comm.attendance import in_background
 from thinwire.comm.decisions import Bystander, Decisions
-from thinwire.comm.elastic import Elastic, MembershipError
+from thinwire.comm.elastic import Elastic, MembershipError, until_done
 from thinwire.comm.membership import Generation, Record
 from thinwire.comm.relay import GenerationCommunicator
 from thinwire.compress.kernels.loading import compiled_backend
-from thinwire.compress.packet import Flags, PacketError
-from thinwire.optim.elastic_job import Position, StepPhase, enter_elastic_job, may_be_joined, meet_and_join, positions
+from thinwire.compress.packet import Flags
+from thinwire.optim.elastic_job import (
+    Position,
+    StepPhase,
+    enter_elastic_job,
+    first_and_late,
+    may_be_joined,
+    meet_and_join,
+    positions,
+)
 from thinwire.optim.options import HomeOptions
-from thinwire.optim.replicated.elastic_buckets import Arrival, ElasticSynchronizer, Owned, hand_on, owned_residuals
-from thinwire.optim.replicated.joining import CommonState, Onlooker, Step, Telling, Told, check_digests, look_on_from
+from thinwire.optim.replicated.elastic_buckets import Arrival, ElasticSynchronizer, Owned, cut_anew, owned_residuals
+from thinwire.optim.replicated.joining import CommonState, Onlooker, Step, Telling, Told
 from thinwire.optim.replicated.parameters import ParameterTable
 from thinwire.optim.replicated.synchronizer import FreezeGroups, SynchronizedBackward
 from thinwire.optim.step import Send
@@ -70,7 +77,7 @@ class ElasticWorkers:
         self._state, self._apply = state, apply
         self._onlooker: Onlooker | None = None
         self.comm = self._group = threads.single(elastic.timeout)
-        self.decisions = Decisions(self._group, self._meet_in_a_decision)
+        self.decisions = Decisions(self._group, self._meet)
         self.dealt_to: list[str] = []
         self.shared_data: dict[str, Any] = {}
         self.on_step: Callable[[list[str], list[str] | None], None] = lambda dealt_to, took_part: None
@@ -90,7 +97,7 @@ class ElasticWorkers:
         )
         self._telling = Telling(self.membership, state)
         self._look_on()
-        self._meet(alarm=False)
+        self._meet()
         self._go_on()
 
     @property
@@ -111,25 +118,30 @@ class ElasticWorkers:
             )
         self.in_use = True
         before = self._brought
-        while self._brought == before:
-            try:
+
+        def send() -> SynchronizedBackward:
+            if self._brought == before:  # else it has been taken over
                 if self._synchronizer.outcome is None:
                     self._look_around()
                     self._move()
                 backward = self._synchronizer.finish_as_it_is()
                 if all(group.send is Send.LOCAL for group in self._layout.groups):
-                    self.on_step(self.dealt_to, None)
                     return backward
                 self._take(self._synchronizer.arrival(backward))
-            except (PacketError, MembershipError):
-                self._synchronizer.end_step()
-                raise
-            except CommunicationError:
-                self._meet(alarm=True)
-        self.on_step(self.dealt_to, self._names_sent)
-        self.dealt_to = self._names_sent
-        assert self._arrival is not None
-        return self._arrival.backward
+            assert self._arrival is not None
+            return self._arrival.backward
+
+        try:
+            backward = until_done(send, self._meet)
+        except CommunicationError:
+            self._synchronizer.end_step()
+            raise
+        if self._brought == before:
+            self.on_step(self.dealt_to, None)
+        else:
+            self.on_step(self.dealt_to, self._names_sent)
+            self.dealt_to = self._names_sent
+        return backward
 
     def end_step(self) -> None:
         """Let workers join that wait for it."""
@@ -140,7 +152,7 @@ class ElasticWorkers:
         self._telling.go_on(self._arrival, lambda: self.decisions.kept_since(self._decided), self.shared_data)
         if Flags.TELL in self._calls and Flags.MEET not in self._calls:
             self._telling.begin(self._told())
-        while Flags.MEET in self._calls and self._meet(alarm=False):
+        while Flags.MEET in self._calls and self._meet():
             pass
         self._go_on()
 
@@ -177,7 +189,7 @@ class ElasticWorkers:
     def begin_at(self, state: str, source: SliceSource) -> None:
         """Go on from a state that was loaded, of `source`, as all other workers do. Collective."""
         self._begins_at, self._owned = state, {}
-        self._meet(alarm=True)
+        self._meet(CommunicationError("a state was loaded"))
         self._go_on()
 
     # The end
@@ -186,22 +198,21 @@ class ElasticWorkers:
         """End this worker's part in the job, after step number `step`, with all weights alike. Collective."""
         before = self._brought
         self.membership.takes(before)
-        while not self._is_over:
-            try:
-                if self._brought == before:
-                    self._look_around()
-                    self._move()
-                for group in self._layout.groups:
-                    arrived = self._brought > before
-                    group.meet(step, lambda: self._take(self._synchronizer.arrival(_SYNC)), arrived=arrived)
-                self._phase = StepPhase.SENDING
-                if not self.membership.finish(self._brought):
-                    raise CommunicationError("the workers have to meet once more before they end")
-                self._is_over = True
-            except (PacketError, MembershipError):
-                raise
-            except CommunicationError:
-                self._meet(alarm=True)
+
+        def meet_weights() -> None:
+            if self._brought == before:
+                self._look_around()
+                self._move()
+            for group in self._layout.groups:
+                arrived = self._brought > before
+                group.meet(step, lambda: self._take(self._synchronizer.arrival(_SYNC)), arrived=arrived)
+            self._phase = StepPhase.SENDING
+            if not self.membership.finish(self._brought):
+                raise CommunicationError("the workers have to meet once more before they end")
+
+        if not self._is_over:
+            until_done(meet_weights, self._meet)
+            self._is_over = True
 
     def close(self) -> None:
         """Leave; the others go on without this worker."""
@@ -213,21 +224,15 @@ class ElasticWorkers:
 
     # Meetings
 
-    def _meet_in_a_decision(self, error: CommunicationError) -> None:
-        self._meet(alarm=True)
-
     @torch.no_grad()
-    def _meet(self, *, alarm: bool) -> bool:
+    def _meet(self, failure: CommunicationError | None = None) -> bool:
         """Be in the next generation that can work together; whether some of it have still to come to where this worker
         is between two steps."""
-        generation, lost = meet_and_join(self.membership, self._stand, self._join, alarm=alarm)
-        said = positions(generation)
-        if generation.index == 0 and generation.number > 1:
-            new = f"{said.count(None)} of them new"
-            line = "; ".join([f"{len(said)} workers after {self._brought} steps sent, {new}", *lost])
-            print(f"thinwire: {line}", file=sys.stderr, flush=True)
+        generation = meet_and_join(
+            self.membership, failure, self._stand, self._join, lambda: f"after {self._brought} steps sent"
+        )
         here = (self._brought, self._phase)
-        return any(one is not None and one.at < here for one in said)
+        return any(one.at < here for one in positions(generation).values())
 
     def _stand(self) -> Record | None:
         at = self._brought, self._phase, self.decisions.passed, self._begins_at
@@ -237,13 +242,12 @@ class ElasticWorkers:
         """Connect with the workers of a generation, and have all decisions, and newcomers all state, of those who have
         most."""
         said = positions(generation)
-        stay = [number for number, one in enumerate(said) if one is not None]
         looks_on = [one.looks_on for one in generation.entries]
-        new = [number for number, one in enumerate(said) if one is None and not looks_on[number]]
+        new = [number for number, one in enumerate(looks_on) if number not in said and not one]
         self._telling.end()
-        if not stay and self.membership.begun:
+        if not said and self.membership.begun:
             raise MembershipError("no worker is left that has the job's weights: start a new job, from a checkpoint")
-        begin = Counter(one.begins_at for one in said if one is not None).most_common(1)
+        begin = Counter(one.begins_at for one in said.values()).most_common(1)
         if self._in_the_job and begin and begin[0][0] != self._begins_at:
             self.membership.leave()
             raise MembershipError(
@@ -252,20 +256,20 @@ class ElasticWorkers:
             )
         if new or any(looks_on):  # then all are between the same two steps
             self.dealt_to = generation.names
-        group = self.membership.connect(range(len(said)), "exchange").comm
+        group = self.membership.connect(range(len(looks_on)), "exchange").comm
         assert group is not None, "a worker is one process"
         try:
             # Before decisions, as those of the step before are forgotten by it.
-            self._share_step({number: one.brought for number, one in enumerate(said) if one is not None})
-            self.decisions.share(group, {number: one.decided for number, one in enumerate(said) if one is not None})
-            source = stay[0] if stay else 0
+            self._share_step(generation)
+            self.decisions.share(group, {number: one.decided for number, one in said.items()})
+            source = min(said, default=0)
             if new and generation.index in (source, *new):
                 self._hand_over([source, *(number for number in new if number != source)])
             if any(looks_on):
-                last = max(one.brought for one in said if one is not None)
+                last = max(one.brought for one in said.values())
                 while self._onlooker is not None and self._brought < last:
                     self._follow(self._onlooker.next_step())
-                check_digests(group.all_gather_bytes(self._state.digest(), "compare bits"), generation.names)
+                self._state.check_alike(group, generation.names)
         except CommunicationError:
             group.close()
             raise
@@ -278,27 +282,29 @@ class ElasticWorkers:
         self._in_the_job = True
         self.membership.begin()
 
-    def _share_step(self, brought: Mapping[int, int]) -> None:
-        """Have all who lack some of the last step that was sent take it over; `brought`: how many were, by worker."""
-        last = max(brought.values(), default=0)
-        source = next((number for number, one in brought.items() if one == last), 0)
-        members = [source, *(number for number, one in brought.items() if one < last)]
-        generation = self.membership.generation
-        assert generation is not None
-        if len(members) == 1 or generation.index not in members:
+    def _share_step(self, generation: Generation) -> None:
+        """Have all who lack some of the last step that was sent take it over."""
+        members = first_and_late(generation, lambda one: one.brought)
+        if not members:
             return
-        group = self.membership.connect(members, "step").comm
-        assert group is not None
-        mine = self._arrival if group.rank == 0 else self._synchronizer.arrival(_SYNC)
-        assert mine is not None, "who is a step ahead has had it"
-        told = group.all_gather_bytes(mine.but_packets(), "share a step")[0]
-        packets = mine.packets if group.rank == 0 else list(map(torch.empty_like, mine.packets))
-        broadcast_from_rank_0(group, packets)
-        group.barrier()
+        with self._among(members, "step") as group:
+            mine = self._arrival if group.rank == 0 else self._synchronizer.arrival(_SYNC)
+            assert mine is not None, "who is a step ahead has had it"
+            told = group.all_gather_bytes(mine.but_packets(), "share a step")[0]
+            packets = mine.packets if group.rank == 0 else list(map(torch.empty_like, mine.packets))
+            broadcast_from_rank_0(group, packets)
         if group.rank:
             arrival = Arrival.of(told, packets)
             self._synchronizer.take_over(arrival)
             self._take(arrival)
+
+    @contextmanager
+    def _among(self, members: Sequence[int], purpose: str) -> Iterator[Communicator]:
+        """Of these workers alone, the first of which has what others lack; no one leaves before all have it."""
+        group = self.membership.connect(members, purpose).comm
+        assert group is not None, "a worker is a process"
+        yield group
+        group.barrier()
         self._bytes_earlier += group.traffic.bytes_sent
         group.close()
 
@@ -319,9 +325,7 @@ class ElasticWorkers:
             return
         if not self._owned:
             self._owned = owned_residuals(self._layout.groups)
-        before = self._layout.cut_anew(Wire(self._group, self._options, decisions=self.decisions))
-        for group in self._layout.groups:
-            hand_on(before.pop(0), group, self._owned)
+        cut_anew(self._layout, Wire(self._group, self._options, decisions=self.decisions), self._owned)
         self.comm, self._names_sent, self._moved = self._group, self._names_now, False
         self._synchronizer.move(self._group)
 
@@ -340,7 +344,7 @@ class ElasticWorkers:
                 kernels = in_background(lambda: compiled_backend(self._table.parameters[0].device.type))
                 self._onlooker, ranks = Onlooker(link), Bystander(link.size - 1, self.comm.timeout)
                 self.decisions.follow(ranks)
-                look_on_from(self._layout, Wire(ranks, self._options, decisions=self.decisions))
+                cut_anew(self._layout, Wire(ranks, self._options, decisions=self.decisions), {})
                 self._be_as(self._onlooker.take_state(self._state))
                 self._synchronizer.move(ranks)
                 kernels.result()
@@ -386,10 +390,8 @@ class ElasticWorkers:
 
     def _hand_over(self, members: Sequence[int]) -> None:
         """Give the workers `members` what the first of them has. Collective of these."""
-        group = self.membership.connect(members, "state").comm
-        assert group is not None
-        told = self._state.hand_over(group, self._told())
+        with self._among(members, "state") as group:
+            told = self._state.hand_over(group, self._told())
         if group.rank:
+            self._state.end()
             self._be_as(told)
-        self._bytes_earlier += group.traffic.bytes_sent
-        group.close()

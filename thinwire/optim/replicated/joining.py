@@ -19,9 +19,8 @@ from thinwire.comm import CommunicationError, Communicator
 from thinwire.comm.attendance import in_background
 from thinwire.comm.membership import Membership
 from thinwire.comm.pairwise import Messages
-from thinwire.optim.replicated.elastic_buckets import Arrival, hand_on
+from thinwire.optim.replicated.elastic_buckets import Arrival
 from thinwire.optim.replicated.synchronizer import FreezeGroups
-from thinwire.optim.wire import Wire
 from thinwire.zero.rank_checks import broadcast_from_rank_0
 from thinwire.zero.replica import checksum
 from thinwire.zero.saved_state import counters_of
@@ -76,20 +75,21 @@ class CommonState:
         for group in self._layout.groups:
             group.restore()
 
-    def digest(self) -> bytes:
-        """What differs, but for chance, if a bit of some elements of the tensors does."""
-        return json.dumps([checksum(one.reshape(-1)[::_STRIDE]) for one in self.tensors()]).encode()
+    def check_alike(self, comm: Communicator, names: Sequence[str]) -> None:
+        """Raise CommunicationError unless all workers hold the same bits of some elements. Collective."""
+        mine = json.dumps([checksum(one.reshape(-1)[::_STRIDE]) for one in self.tensors()]).encode()
+        digests = comm.all_gather_bytes(mine, "compare bits")
+        for name, one in zip(names, digests, strict=True):
+            if one != digests[0]:
+                raise CommunicationError(f"{name}, which has looked on, holds other bits than {names[0]}")
 
     def hand_over(self, group: Communicator, told: Told) -> Told:
-        """Have what the first worker of `group` has, and what it has `told`. Collective of these."""
+        """Have what the first worker of `group` has, and what it has `told`; others call `end` then. Collective."""
         mine = json.dumps({**told, "where": self.save()}).encode() if group.rank == 0 else b""
         said: Told = json.loads(group.all_gather_bytes(mine, "hand over its state")[0])
         if group.rank:
             self.begin_as(said["where"])
         broadcast_from_rank_0(group, self.tensors())
-        group.barrier()  # all have all of it before its sender may go
-        if group.rank:
-            self.end()
         return said
 
 
@@ -274,17 +274,3 @@ def _ahead(count: int, ones: Iterator[Any]) -> Iterator[Any]:
         if len(begun) > count:
             yield begun.pop(0)
     yield from begun
-
-
-def look_on_from(layout: FreezeGroups, wire: Wire) -> None:
-    """Cut all buckets as those of the ranks of `wire` are, of which this worker is none."""
-    before = layout.cut_anew(wire)
-    for group in layout.groups:
-        hand_on(before.pop(0), group, {})
-
-
-def check_digests(digests: Sequence[bytes], names: Sequence[str]) -> None:
-    """Raise CommunicationError unless all workers hold the same bits."""
-    for name, one in zip(names, digests, strict=True):
-        if one != digests[0]:
-            raise CommunicationError(f"{name}, which has looked on, holds other bits than {names[0]}")

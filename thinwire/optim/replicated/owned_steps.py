@@ -19,9 +19,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import CommunicationError
-from thinwire.comm.elastic import MembershipError
+from thinwire.comm.membership import Generation
 from thinwire.compress.buddies import ExchangeWithBuddies, norm_of_own
-from thinwire.compress.packet import PacketError
 from thinwire.optim.bucket import Bucket
 from thinwire.optim.options import HomeOptions
 from thinwire.optim.replicated.elastic_buckets import Arrival, ElasticSynchronizer
@@ -239,16 +238,16 @@ class OwnersWorkers(ShardedWorkers):
         """Nothing: all have had the new weights."""
 
     @override
-    def _share_step(self, brought: Mapping[int, int]) -> None:
-        ElasticWorkers._share_step(self, brought)
+    def _share_step(self, generation: Generation) -> None:
+        ElasticWorkers._share_step(self, generation)
 
     @override
     def _go_on(self) -> None:
         try:
             ElasticWorkers._go_on(self)
-        except (PacketError, MembershipError):
-            raise
         except CommunicationError as error:
+            if error.final:
+                raise
             self._synchronizer.watcher.lost = str(error)  # so that the next step begins with a meeting
 
     @override
