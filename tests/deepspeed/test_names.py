@@ -32,6 +32,7 @@ assert dist.get_world_size() == 1 and not dist.is_initialized()
 # What most scripts import, in words that are not the table's: it would agree with itself.
 IMPORTS = """
 from thinwire.deepspeed import DeepSpeedEngine, OnDevice, PipelineModule, add_config_arguments, add_tuning_arguments
+from thinwire.deepspeed import PipelineEngine
 from thinwire.deepspeed import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 from thinwire.deepspeed import comm, get_accelerator, init_distributed, init_inference, initialize, log_dist, zero
 from thinwire.deepspeed.accelerator import get_accelerator
@@ -108,7 +109,8 @@ NOT_OFFERED = {
     "runtime.data_pipeline.data_sampling.indexed_dataset.MMapIndexedDataset": "training_data",
     "runtime.fp16.fused_optimizer.FP16_Optimizer": "the engine's",
     "runtime.fp16.loss_scaler.LossScaleConfig": "the engine's",
-    "runtime.pipe.topology.PipelineParallelGrid": "engine.mesh has the ranks",
+    "runtime.pipe.schedule.TrainSchedule": "torch.distributed.pipelining's",
+    "runtime.pipe.topology.PipelineParallelGrid": "engine.grid has this rank's place",
     "runtime.torch_autocast.has_comm_dtype": "torch.autocast in it",
     "runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live": "thinwire plan",
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "ShardedOptimizer",

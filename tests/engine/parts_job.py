@@ -72,7 +72,7 @@ def check(make: Callable[[], Any], stages: int, cut: int, on: str = "cpu", **con
 
 
 def two() -> None:
-    for task in (own_loader, half, groups, layers, unbuilt, refusals):
+    for task in (own_loader, half, groups, layers, lossless, unbuilt, refusals):
         task()
     for make in (partial(bert, 2), gpt2):
         check(make, 1, 2)
@@ -215,10 +215,34 @@ def layers() -> None:
         names = {int(name.partition(".")[0]) for name in engine.module.state_dict()}
         assert stages == 1 or (min(names) == at if engine.stage_id else max(names) == at - 1)
         assert losses[-1] == pytest.approx(losses[0], rel=1e-5), options
+    grid = engine.grid
+    assert engine.is_pipe_parallel
+    assert (grid.get_stage_id(), grid.pipe_parallel_size, grid.is_last_stage) == (engine.stage_id, 2, engine.stage_id)
+    assert grid.stage_to_global(grid.get_stage_id()) == grid.get_global_rank() == engine.global_rank
     engine.set_dataiterator(pairs())
     engine.train_batch()
     strange = iter([({"words": 1}, 1)] * MICRO_BATCHES)
     refused(ValueError, "tensors with a row a sample, and one is of class dict", engine.train_batch, strange)
+
+
+def lossless() -> None:
+    """DeepSpeed's modules without a loss function: what the last layer gives is the loss."""
+    found = []
+    for stages in (1, 2):
+        ends = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        for one in (one for layer in ends for one in layer.parameters()):
+            nn.init.constant_(one, 0.5)
+        model = PipelineModule([*ends, lambda output: output.square().mean()], stages, partition_method="type:linear")
+        engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "pipeline": {}})
+        engine.set_batch_fn(lambda number: (torch.full((ROWS, 4), float(number)), None))
+        numbers = list(range(engine.micro_batches))
+        found.append([float(take(iter(numbers))) for take in (engine.train_batch, engine.eval_batch)])
+    assert found[0] == pytest.approx(found[1])
+    assert found[0][0] > found[0][1] > 0
+    model = PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], 1)
+    engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "pipeline": {}})
+    told = "without loss_fn has its last layer's output for its loss.* this one has shape"
+    refused(ValueError, told, engine.train_batch, iter([(torch.ones(ROWS, 4), None)] * MICRO_BATCHES))
 
 
 def unbuilt() -> None:

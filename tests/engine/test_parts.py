@@ -79,6 +79,7 @@ def test_a_module_of_layers_refuses_what_it_cannot_take() -> None:
         ("checkpointable_layers is a list", {"checkpointable_layers": "Linear"}),
     ):
         refused(TypeError, told, partial(PipelineModule, **{"layers": [], "num_stages": 1} | strange))
+    refused(NotImplementedError, "use engine.grid after it", PipelineModule([], 1).mpu)
     silent = PipelineModule([lambda given: None], num_stages=1)
     refused(TypeError, "a layer, _Called, returned None", silent, torch.ones(1))
 

@@ -116,6 +116,8 @@ _METHODS: Mapping[str, tuple[str | _Read, str]] = {
 _PROPERTIES: Mapping[str, tuple[str | _Read, str]] = {
     "config": (lambda s: s.describe(), "The configuration with its defaults, by DeepSpeed's keys; a copy."),
     "communication_data_type": (_communication_data_type, "In which gradients leave; stage 3 sums them in fp32."),
+    "micro_batches": ("gradient_accumulation_steps", "Micro-batches of a step."),
+    "micro_batch_size": ("train_micro_batch_size_per_gpu", "Samples of one."),
     "gradient_average": (lambda s: s.gradient_allreduce_op != "sum", "Whether gradients are averaged over the ranks."),
 }
 
@@ -143,13 +145,56 @@ _RANK_METHODS: Mapping[str, tuple[Callable[[Any], int], str]] = {
     "is_first_stage": (lambda one: _at(one, "pp") == 0, "Whether this rank's stage is the first of a pipeline."),
     "is_last_stage": (lambda one: _at(one, "pp") + 1 == _size(one, "pp"), "Whether it is the last one."),
 }
-_RANK_PROPERTIES: Mapping[str, tuple[Callable[[Any], int], str]] = {
+
+
+class Grid:
+    """A rank's place among stages, replicas and parts of layers, by the names of the grid of DeepSpeed's pipelines."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.is_first_stage, self.is_last_stage = engine.is_first_stage(), engine.is_last_stage()
+        self.get_stage_id = self.get_pipe_parallel_rank = engine.get_pipeline_parallel_rank
+        self.get_data_parallel_id = self.get_data_parallel_rank = engine.get_data_parallel_rank
+        self.get_model_parallel_rank = self.get_slice_parallel_rank = engine.get_tensor_parallel_rank
+        self.get_pipe_parallel_world_size = engine.get_pipeline_parallel_world_size
+        self.get_data_parallel_world_size = engine.get_data_parallel_world_size
+        self.get_model_parallel_world_size = self.get_slice_parallel_world_size = engine.get_tensor_parallel_world_size
+        self.pipe_parallel_size, self.data_parallel_size = engine.num_stages, engine.dp_world_size
+        self.model_parallel_size = self.slice_parallel_size = engine.mp_world_size
+
+    def get_global_rank(self) -> int:
+        """This rank among all."""
+        return int(self._engine.global_rank)
+
+    def stage_to_global(self, stage_id: int) -> int:
+        """The rank of that stage of this rank's replica and part."""
+        mesh = self._engine.mesh
+        if mesh is None:
+            return self.get_global_rank()
+        place = {name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names} | {"pp": stage_id}
+        return int(mesh.mesh[tuple(place[name] for name in mesh.mesh_dim_names)])
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the engine's grid has no {name!r}: engine.mesh[NAME].get_group() has a dimension's ranks"
+        )
+
+
+_RANK_PROPERTIES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "world_size": (lambda one: one._job.world.size, "Ranks that train together."),
     "dp_world_size": (lambda one: one.comm.size, "Ranks that take different data."),
     "mp_world_size": (lambda one: _size(one, "tp"), "Ranks that share a stage's layers between them."),
     "num_stages": (lambda one: _size(one, "pp"), "Stages of the pipeline; 1 without one."),
     "stage_id": (lambda one: _at(one, "pp"), "This rank's stage."),
     "global_rank": (lambda one: one._job.world.rank, "This rank among all."),
+    "is_pipe_parallel": (lambda one: _size(one, "pp") > 1, "Whether there are stages."),
+    "is_data_parallel": (lambda one: one.comm.size > 1, "Whether there are replicas."),
+    "is_model_parallel": (lambda one: _size(one, "tp") > 1, "Whether layers are cut."),
+    "grid": (Grid, "This rank's place along each dimension."),
+    "set_batch_fn": (
+        lambda one: one._global_batches.set_batch_fn,
+        "Call it with a function, of which `train_batch` and `eval_batch` take what it makes of a micro-batch.",
+    ),
 }
 
 

@@ -21,7 +21,7 @@ from thinwire.deepspeed.engine import DeepSpeedEngine, TrainingEngine
 from thinwire.deepspeed.errors import DeepSpeedUsageError, NotOfferedError
 from thinwire.deepspeed.optimizers import DeepSpeedCPUAdam, FusedLion
 from thinwire.deepspeed.parameters.sharded import mark_configured
-from thinwire.deepspeed.pipe import PipelineModule, with_stages
+from thinwire.deepspeed.pipe import loss_of, with_stages
 from thinwire.deepspeed.ranks import init_distributed, is_initialized
 from thinwire.deepspeed.sections import ZeRORuntimeException
 from thinwire.engine import ConfigError, EngineConfig
@@ -88,8 +88,8 @@ def initialize(
     path = getattr(args, "thinwire_config", None) or getattr(args, "deepspeed_config", None)
     named = {"`config`": config, "`config_params`, its old name": config_params, "one on the command line": path}
     settings = load_settings(lambda: with_stages(_only(named, ""), model, comm.size), comm)
-    loss_fn = model.loss_fn if loss_fn is None and isinstance(model, PipelineModule) else loss_fn
-    given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, loss_fn)
+    loss = loss_of(model, loss_fn)
+    given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, loss)
     mark_configured(model, settings.zero_optimization.leaf_module)
     return build_engine(TrainingEngine, given, settings, comm)
 
@@ -139,8 +139,7 @@ def initialize_as_deepspeed(
         )
     if dist_init_required is False and not is_initialized():
         init_distributed(dist_init_required=False)
-    loss_fn = model.loss_fn if isinstance(model, PipelineModule) else None
-    given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, loss_fn)
+    given = Given(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, loss_of(model))
     comm = communication.init()
     settings = load_settings(lambda: with_stages(config, model, comm.size), comm)
     tree = config if isinstance(config, Mapping) else read_json_object(Path(config))

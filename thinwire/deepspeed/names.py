@@ -20,7 +20,8 @@ class Instead(str):
 
 
 _NO_EXPERTS = Instead("it has no expert parallelism; use a mixture of experts of the model's own library")
-_NO_GRID = Instead("engine.mesh has the ranks of each dimension, and engine.comm those that take other data")
+_NO_GRID = Instead("engine.grid has this rank's place in each dimension, engine.mesh the ranks of each")
+_NO_SCHEDULE = Instead('"pipeline": {"schedule": "1F1B"} names one of torch.distributed.pipelining\'s schedules')
 _NO_PARTS = Instead("it is for pipelines; torch.distributed.tensor.distribute_tensor cuts a tensor")
 _NO_COMET = Instead('use "tensorboard", "csv_monitor" or "wandb"')
 _NO_LAYERS = Instead(
@@ -69,7 +70,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         ".devices": "get_accelerator",
         ".checkpointing": "checkpointing=",
         ".sections": "DeepSpeedConfig DeepSpeedConfigError",
-        ".engine": "DeepSpeedEngine",
+        ".engine": "DeepSpeedEngine PipelineEngine=DeepSpeedEngine",
         ".schedules": "add_tuning_arguments",
         ".utilities": "OnDevice log_dist logger",
         ".pipe": "PipelineModule pipe=",
@@ -196,6 +197,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "runtime.pipe": {".pipe": "LayerSpec PipelineModule ProcessTopology TiedLayerSpec"},
     "runtime.pipe.engine": {".engine": "PipelineEngine=DeepSpeedEngine"},
     "runtime.pipe.module": {".pipe": "LayerSpec PipelineModule TiedLayerSpec"},
+    "runtime.pipe.schedule": {
+        _NO_SCHEDULE: "BackwardPass BufferOpInstruction DataParallelSchedule ForwardPass InferenceSchedule "
+        "LoadMicroBatch OptimizerStep PipeInstruction PipeSchedule RecvActivation RecvGrad ReduceGrads ReduceTiedGrads "
+        "SendActivation SendGrad TrainSchedule"
+    },
     "runtime.pipe.topology": {
         ".pipe": "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
         _NO_GRID: "PipelineParallelGrid",

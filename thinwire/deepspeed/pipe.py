@@ -12,7 +12,7 @@ from functools import partial
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ class PipelineModule(nn.Sequential):
 
     layers: modules, specs of them, or functions.
     num_stages, topology: how many stages, or a topology that says so.
-    loss_fn: of the last layer's output and the labels.
+    loss_fn: of the last layer's output and the labels; None where that output is the loss.
     seed_layers, seed_fn, base_seed: seed before each layer is built, with `base_seed` and its number.
     partition_method: "parameters", "uniform", or "type:" and a regular expression that the names of the classes match
         of which stages get equally many.
@@ -153,6 +153,10 @@ class PipelineModule(nn.Sequential):
     def topology(self) -> ProcessTopology | None:
         """What it was given."""
         return self._topology
+
+    def mpu(self) -> NoReturn:
+        """Raise NotOfferedError: it knows no ranks."""
+        raise NotOfferedError("a PipelineModule is not on its ranks before initialize(): use engine.grid after it")
 
     def split(self) -> str | list[str]:
         """Where stages begin, as `"pipeline": {"split": ...}` says it."""
@@ -247,6 +251,21 @@ def _built(layer: Any, tied: dict[str, nn.Module]) -> nn.Module:
     if isinstance(layer, type) or not callable(layer):
         raise TypeError(f"a layer is a module, a LayerSpec, of a class and what it takes, or a function, not {layer!r}")
     return _Called(layer)
+
+
+def loss_of(model: object, loss_fn: Loss | None = None) -> Loss | None:
+    """What finds a model's loss: what is given, or a PipelineModule's own, of which one without is itself the loss."""
+    return loss_fn if loss_fn is not None or not isinstance(model, PipelineModule) else model.loss_fn or _output
+
+
+def _output(output: Any, _labels: Any) -> Tensor:
+    if not isinstance(output, Tensor) or output.numel() != 1:
+        of_shape = f"has shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"is {type(output).__name__}"
+        raise ValueError(
+            f"a PipelineModule without loss_fn has its last layer's output for its loss, which is a tensor of one "
+            f"number, and this one {of_shape}: give PipelineModule(..., loss_fn=...)"
+        )
+    return output
 
 
 def with_stages(config: Any, model: object, ranks: int) -> Any:

@@ -3,7 +3,7 @@ after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,13 @@ class GlobalBatches:
         self._job, self._engine, self._backwards = job, engine, backwards
         self._own: _Endless | None = None
         self.given: Iterator[Any] | None = None
+        self._batch_fn: Callable[[Any], Any] | None = None
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Take of every micro-batch what `fn` makes of it."""
+        if not callable(fn):
+            raise TypeError(f"a function of a micro-batch is expected, got {fn!r}")
+        self._batch_fn = fn
 
     def train(self, batches: Iterator[Any] | None) -> Tensor:
         """Take the next micro-batches and a step."""
@@ -70,6 +77,10 @@ class GlobalBatches:
             engine.train(training)
 
     def _given(self, batches: Iterator[Any] | None) -> Iterator[Any]:
+        found = self._source(batches)
+        return found if self._batch_fn is None or not hasattr(found, "__next__") else map(self._batch_fn, found)
+
+    def _source(self, batches: Iterator[Any] | None) -> Iterator[Any]:
         batches = batches if batches is not None else self.given
         if batches is not None:
             return batches
