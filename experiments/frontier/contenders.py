@@ -105,6 +105,7 @@ CONTENDERS = {
     "muon": _plain("muon", _MUON, "o"),
     "onebit-muon-sign1": _muon("s", "sign1"),
     "onebit-muon-sign1-nesterov": _muon("^", "sign1, Nesterov", low_rank=1, nesterov=True),
+    "onebit-muon-sign1-rank4": _muon("<", "sign1, Nesterov, rank 4", nesterov=True),
     "onebit-muon-stat2-nesterov": _muon("v", "stat2, Nesterov", codec="stat2", low_rank=1, nesterov=True),
     "onebit-muon-stat2-rank4": _muon("d", "stat2, rank 4", codec="stat2", nesterov=True),
     **DILOCO,
