@@ -61,17 +61,20 @@ def _int4(block: int, turned: bool, tensor: Tensor) -> Tensor:
     return (levels * scales @ turn.T if turned else levels * scales).view_as(tensor)
 
 
-_INT8, _INT4 = partial(_packet, "int8"), partial(_packet, "int4")
+_INT8, _INT4, _PLAIN_INT4 = partial(_packet, "int8"), partial(_packet, "int4"), partial(_int4, 64, False)
 CONTENDERS: dict[str, tuple[Rounding, Rounding]] = {
     "exact": (_exact, _exact),
     "int8, int8": (_INT8, _INT8),
     "int4, int8": (_INT4, _INT8),
     "int4, int4": (_INT4, _INT4),
+    "int4 of 64, int8": (_PLAIN_INT4, _INT8),
+    "int4 of 64, int4 of 64": (_PLAIN_INT4, _PLAIN_INT4),
     "int4 of 32, int8": (partial(_int4, 32, False), _INT8),
     "int4 of 256, int8": (partial(_int4, 256, False), _INT8),
     "int4 of 64 turned, int8": (partial(_int4, 64, True), _INT8),
 }
-"""By name: what rounds activations, and what their gradients."""
+"""By name: what rounds activations, and what their gradients. Those of so many elements, which share a scale, have no
+directions beside them."""
 
 SUBSPACES = {f"subspace of {kept}": kept for kept in (32, 16, 8)}
 """By name: of how many dimensions, of the model's `width`."""

@@ -6,6 +6,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.refusing import refused
+from thinwire.compress import Header
+from thinwire.parallel.compressed_stage import activation_codec, pack, unpack
 from thinwire.parallel.splitting import split_model
 
 
@@ -30,3 +32,38 @@ def test_a_stage_begins_with_parameters() -> None:
     layers = [nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Dropout(0.0), nn.Linear(4, 4), nn.ReLU(inplace=True)]
     parts = split_model(nn.Sequential(*layers), 2, "parameters")
     assert [[*part._modules] for part in parts] == [["0", "1", "2"], ["3", "4"]]
+
+
+def arrived(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What a packet brings of it, and the packet's bytes."""
+    codec = activation_codec(name)
+    packet = pack(codec, tensor, Header(codec.identifier, codec.block_size, 0, 0))
+    output = torch.empty_like(tensor)
+    unpack(codec, packet, output)
+    return output, packet.numel()
+
+
+@pytest.mark.parametrize("shape", [(4, 50, 96), (200, 96), (96, 200), (3, 7, 333)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int4_rounds_what_leading_directions_leave(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    columns = shape[-1]
+    rows = torch.Size(shape).numel() // columns
+    directions = min(12, rows * columns // (8 * (rows + columns)))
+    random = torch.Generator().manual_seed(rows)
+    strong = torch.randn(rows, 2, generator=random) @ torch.randn(2, columns, generator=random)
+    weak = 0.01 * torch.randn(rows, columns, generator=random)
+    given = (strong + weak).view(shape).to(dtype)
+    found, nbytes = arrived("int4", given)
+    assert nbytes == 16 + -(-given.numel() // 64) * (4 + 32) + 2 * directions * (rows + columns)
+    # A matrix of one column is too small for a direction.
+    alone, _ = arrived("int4", given.reshape(-1, 1))
+    assert (found - given).norm() < 0.3 * (alone.view(shape) - given).norm()
+
+
+def test_what_is_not_finite_arrives_so_beside_directions() -> None:
+    for bad in (float("nan"), float("inf")):
+        given = torch.randn(64, 48)
+        given[5, 7] = bad
+        assert not arrived("int4", given)[0][5, 7].isfinite()
+    zeros, _ = arrived("int4", torch.zeros(64, 48))
+    assert zeros.eq(0).all()

@@ -18,9 +18,10 @@ SCALE_BYTES = 4
 DEFAULT_BLOCK_SIZE = 2048
 # Of activations, which have outliers in a few channels that spoil what shares a scale with them: at 64 int4 takes 4.5
 # bits an element, at 256 int8 and fp8 take 8.1.
-ACTIVATION_BLOCKS = {"int8": 256, "int4": 64, "fp8": 256, "bf16": 64, "fp16": 64}
+ACTIVATION_BLOCKS: dict[MemorylessCodec, int] = {"int8": 256, "int4": 64, "fp8": 256, "bf16": 64, "fp16": 64}
 # Of int4: an eighth of a bit an element, and less error for it than more levels would bring (docs, "Decisions").
 _INT4_BLOCK = 256
+_ACTIVATION_DIRECTIONS = 12
 LOW_RANK = 4
 """Directions that 1-bit Muon sends beside a codec, unless told otherwise."""
 CODE_BITS = {"sign1": 1, "stat2": 2, "int4": 4, "fp8": 8, "int8": 8}
@@ -115,3 +116,17 @@ def valid_in_shard(numel: int, shard: int, owner: int) -> int:
 def leading_rank(rows: int, columns: int, low_rank: int) -> int:
     """How many singular directions of a matrix go beside a codec: at most `low_rank`, and a bit an element, in bf16."""
     return min(low_rank, rows * columns // (16 * max(rows + columns, 1)))
+
+
+def activation_directions(codec: str, rows: int, columns: int) -> int:
+    """How many singular directions of an activation, as a matrix, go beside what a codec rounds, in bf16: of `int4`
+    alone twelve, for at most two bits an element."""
+    return min(_ACTIVATION_DIRECTIONS, rows * columns // (8 * max(rows + columns, 1))) if codec == "int4" else 0
+
+
+@functools.cache
+def activation_packet_bytes(codec: MemorylessCodec, rows: int, columns: int) -> int:
+    """Bytes of what goes from a stage to the next one for a matrix: a packet, and its directions behind."""
+    block = ACTIVATION_BLOCKS[codec]
+    padded = -(-rows * columns // block) * block
+    return codec_packet_bytes(codec, padded, block) + 2 * activation_directions(codec, rows, columns) * (rows + columns)

@@ -5,6 +5,7 @@ packets in the place of tensors; packets are read when the micro-batch that wait
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,7 +18,13 @@ from thinwire.comm import TorchCommunicator
 from thinwire.comm.agreement import check_same_on_every_rank, on_every_rank, raise_together
 from thinwire.compress.codecs import Codec, make_codec
 from thinwire.compress.packet import Header, Headers, write_headers
-from thinwire.compress.packet_layout import ACTIVATION_BLOCKS, HEADER_BYTES, MemorylessCodec
+from thinwire.compress.packet_layout import (
+    ACTIVATION_BLOCKS,
+    HEADER_BYTES,
+    MemorylessCodec,
+    activation_directions,
+    activation_packet_bytes,
+)
 
 
 def activation_codec(name: MemorylessCodec | None, what: str = "activations") -> Codec | None:
@@ -37,28 +44,70 @@ def activation_codec(name: MemorylessCodec | None, what: str = "activations") ->
 
 def takes(codec: Codec, tensor: Tensor) -> bool:
     """Whether it travels as a packet: floating point that a packet of it is smaller than."""
-    return tensor.is_floating_point() and codec.packet_bytes(_padded(codec, tensor.numel())) < tensor.nbytes
+    return tensor.is_floating_point() and _packet_bytes(codec, tensor.shape) < tensor.nbytes
 
 
+@torch.no_grad()
 def pack(codec: Codec, tensor: Tensor, header: Header) -> Tensor:
-    """A packet, uint8, of a tensor of any layout, which stays as it is. What is not finite makes all that shares its
-    scale so."""
+    """A packet, uint8, of a tensor of any layout, which stays as it is.
+
+    `int4` rounds what a few leading singular directions leave of it, as a matrix X of places by features, and they
+    follow in bf16, Q = orth(Xᵀ X Ω) and P = X Q of a random Ω, alike everywhere: activations have most of their energy
+    there. What is not finite makes all that shares its scale so, or with directions all of the tensor.
+    """
     numel, shard = tensor.numel(), _padded(codec, tensor.numel())
     payload = torch.empty(shard, dtype=torch.float32, device=tensor.device)
     payload[numel:].zero_()
     payload[:numel].view(tensor.shape).copy_(tensor)
-    packet = torch.empty(1, codec.packet_bytes(shard), dtype=torch.uint8, device=tensor.device)
-    write_headers(packet, header.pack())
-    codec.encode(payload, None, packet, numel)
-    return packet.view(-1)
+    packet = torch.empty(_packet_bytes(codec, tensor.shape), dtype=torch.uint8, device=tensor.device)
+    left, right = _factors(codec, packet, tensor.shape)
+    if len(left):
+        matrix = payload[:numel].view(left.size(1), right.size(1))
+        with torch.autocast(tensor.device.type, enabled=False):
+            found = _start(*right.shape, tensor.device) @ matrix.T @ matrix
+            right.copy_(torch.linalg.qr(found.T).Q.T)
+            left.copy_(right.float() @ matrix.T)
+            matrix.addmm_(left.float().T, right.float(), alpha=-1)
+    rounded = packet[: codec.packet_bytes(shard)].unsqueeze(0)
+    write_headers(rounded, header.pack())
+    codec.encode(payload, None, rounded, numel)
+    return packet
 
 
+@torch.no_grad()
 def unpack(codec: Codec, packet: Tensor, output: Tensor) -> None:
     """Write what a packet carries into `output`, of any floating dtype and layout."""
-    numel = output.numel()
-    values = torch.empty(_padded(codec, numel), dtype=torch.float32, device=output.device)
-    codec.decode(packet.unsqueeze(0), values, numel)
+    numel, shard = output.numel(), _padded(codec, output.numel())
+    values = torch.empty(shard, dtype=torch.float32, device=output.device)
+    codec.decode(packet[: codec.packet_bytes(shard)].unsqueeze(0), values, numel)
+    left, right = _factors(codec, packet, output.shape)
+    if len(left):
+        with torch.autocast(output.device.type, enabled=False):
+            values[:numel].view(left.size(1), right.size(1)).addmm_(left.float().T, right.float())
     output.detach().copy_(values[:numel].view(output.shape))  # a buffer of activations requires a gradient
+
+
+def _matrix(shape: torch.Size) -> tuple[int, int]:
+    """A tensor's rows and columns, its last dimension's."""
+    columns = shape[-1] if shape else 1
+    return shape.numel() // max(columns, 1), columns
+
+
+def _packet_bytes(codec: Codec, shape: torch.Size) -> int:
+    return activation_packet_bytes(codec.name, *_matrix(shape))
+
+
+def _factors(codec: Codec, packet: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Where a packet has its directions: bf16 [rank, rows], [rank, columns]."""
+    rows, columns = _matrix(shape)
+    rank = activation_directions(codec.name, rows, columns)
+    behind = packet[codec.packet_bytes(_padded(codec, shape.numel())) :].view(torch.bfloat16)
+    return behind[: rank * rows].view(rank, rows), behind[rank * rows :].view(rank, columns)
+
+
+@functools.cache
+def _start(rank: int, columns: int, device: torch.device) -> Tensor:
+    return torch.randn(rank, columns, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def _padded(codec: Codec, numel: int) -> int:
@@ -70,8 +119,9 @@ class CompressedStage(PipelineStage):
 
     It takes what `torch.distributed.pipelining.PipelineStage` takes, and beside it, alike on every rank:
 
-    activations: the codec of what goes forward, `int8` unless told otherwise: `int4` (4.5 bits an element), `fp8`,
-        `bf16`, `fp16`; `none` or None for tensors as they are.
+    activations: the codec of what goes forward, `int8` unless told otherwise: `int4` (4.5 bits an element, and of each
+        tensor twelve leading directions in bf16, for at most two bits more), `fp8`, `bf16`, `fp16`; `none` or None for
+        tensors as they are.
     gradients: of what comes back.
 
     Nothing is remembered between micro-batches. Tensors that are not floating point, and those that a packet would not
@@ -185,7 +235,7 @@ class CompressedStage(PipelineStage):
         for number, op in enumerate(ops):
             if codec is not None and takes(codec, op.tensor):
                 waiting.append((op, self._header(codec, boundary, chunk, number), op.tensor))
-                size = codec.packet_bytes(_padded(codec, op.tensor.numel()))
+                size = _packet_bytes(codec, op.tensor.shape)
                 op.tensor = torch.empty(size, dtype=torch.uint8, device=op.tensor.device)
         return ops
 
