@@ -21,7 +21,7 @@ from experiments.common.command_line import Parser, positive
 from experiments.ethernet.cluster.clusters import EmulatedCluster
 from experiments.ethernet.cluster.commands import missing
 from experiments.ethernet.jobs import job, links
-from experiments.ethernet.race.pipeline_times import COMPUTING, MICRO_BATCHES, WIRES
+from experiments.ethernet.race.pipeline_times import COMPUTING, EAGER, MICRO_BATCHES, WIRES
 from experiments.ethernet.study import Study, add_limit_and_output, ready
 from experiments.training import plotting
 from thinwire.plan.meshes import bubble_share
@@ -30,8 +30,10 @@ __all__ = ["draw", "idle_share", "main"]
 
 _NAME = "pipelines"
 _MODULE = "experiments.ethernet.race.pipeline_times"
-_SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
-_STAGES_A_RANK = 2  # of the last four
+_SCHEDULES = ("GPipe", "1F1B", "Eager1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
+_SINGLE = _SCHEDULES[:3]
+_STAGES_A_RANK = 2  # of the others
+_WIRES = (*WIRES, *(f"{name}{EAGER}" for name in WIRES if name != "fp32"))
 _BF16 = 2
 _LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
@@ -67,10 +69,11 @@ def idle_share(schedule: str, ranks: int, forward: float, backward: float) -> fl
 
 def _orders(schedule: str, ranks: int) -> list[list[tuple[int, str, int]]]:
     """Of each rank: stage, operation and micro-batch. What torch shows of 1F1B lacks first micro-batches."""
-    if schedule in ("GPipe", "1F1B"):
+    if schedule in _SINGLE:
         orders = []
         for rank in range(ranks):
-            ahead = min(MICRO_BATCHES, ranks - rank) if schedule == "1F1B" else MICRO_BATCHES
+            hops = ranks - 1 - rank
+            ahead = min(MICRO_BATCHES, {"1F1B": hops + 1, "Eager1F1B": 3 * hops + 1}.get(schedule, MICRO_BATCHES))
             order = [(rank, "F", number) for number in range(ahead)]
             for number in range(MICRO_BATCHES):
                 order.append((rank, "B", number))
@@ -106,9 +109,9 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         with EmulatedCluster(stages).running() as cluster:
             content["bubbles"] += _bubbles(cluster, options)
             for rate in options.rates:
-                content["wires"].append(_wires(cluster, options, rate, list(WIRES), 1, 0.7))
+                content["wires"].append(_wires(cluster, options, rate, list(_WIRES), 1, 0.7))
             if stages == 4:
-                wires = [name for name in WIRES if name != "fp32"]
+                wires = [name for name in _WIRES if name != "fp32"]
                 content["replicas"].append(_wires(cluster, options, options.rates[-1], wires, 2, 0.8))
     draw(content, options.output / f"{_NAME}.png")
     return content
@@ -167,7 +170,7 @@ def _print(content: dict[str, Any]) -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     for one in content["bubbles"]:
         name = one["schedule"].removesuffix(COMPUTING)
-        several = 1 if name in _SCHEDULES[:2] else _STAGES_A_RANK
+        several = 1 if name in _SINGLE else _STAGES_A_RANK
         closed = "" if "Zero" in name else f"{bubble_share(one['stages'], several * MICRO_BATCHES):.1%}"
         print(
             f"| {one['schedule']} | {one['stages']} | {closed} | {one['formula']:.1%} | {one['measured']:.1%} "
@@ -176,7 +179,7 @@ def _print(content: dict[str, Any]) -> None:
     for setting in [*content["wires"], *content["replicas"]]:
         shape = "x".join(map(str, setting["shape"]))
         print(
-            f"\n1F1B, {setting['stages']} stages x {setting['replicas']} at {setting['megabits']} Mb/s, activations of "
+            f"\n{setting['stages']} stages x {setting['replicas']} at {setting['megabits']} Mb/s, activations of "
             f"{shape}; stages wait in place of computing"
         )
         print("| between stages | s a step | tokens/s | waits | beside bf16 |\n| --- | --- | --- | --- | --- |")
@@ -194,9 +197,9 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
         max((row["beside_bf16"] for setting in content[kind] for row in setting["rows"]), default=1.0)
         for kind in ("wires", "replicas")
     )
-    worst = max(abs(one["error"]) for one in content["bubbles"] if one["schedule"] in _SCHEDULES[:4])
-    title = f"Packets between stages: up to {best:.1f}x the tokens of bf16"
-    title += f", {replicated:.1f}x with replicas in 1 bit" if content["replicas"] else ""
+    worst = max(abs(one["error"]) for one in content["bubbles"] if one["schedule"] in _SCHEDULES[:5])
+    title = f"Packets between stages that run ahead: up to {best:.1f}x bf16's tokens"
+    title += f", {replicated:.1f}x with replicas" if content["replicas"] else ""
     note = (
         f"Schedules of whole backwards are idle as their order says, to {worst:.0%}. Stages wait in place of computing"
     )
@@ -212,17 +215,20 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     left.legend(frameon=False)
     settings = [*content["wires"], *content["replicas"]]
     for number, wire in enumerate(WIRES):
-        found = [
-            (place, row["beside_bf16"])
-            for place, one in enumerate(settings)
-            for row in one["rows"]
-            if row["wire"] == wire
-        ]
-        right.bar([place + 0.16 * (number - 2) for place, _ in found], [times for _, times in found], 0.15, label=wire)
+        for name, pale in ((f"{wire}{EAGER}", True), (wire, False)):
+            found = [
+                (place, row["beside_bf16"])
+                for place, one in enumerate(settings)
+                for row in one["rows"]
+                if row["wire"] == name
+            ]
+            at, times = [place + 0.16 * (number - 2) for place, _ in found], [times for _, times in found]
+            label = "" if pale else wire
+            right.bar(at, times, 0.15, label=label, color=f"C{number}", alpha=0.4 if pale else 1.0)
     labels = [f"{one['stages']} stages x {one['replicas']}\n{one['megabits']} Mb/s" for one in settings]
     right.set_xticks(range(len(settings)), labels, fontsize=8)
-    right.set_ylabel("tokens a second beside bf16")
-    right.legend(frameon=False, fontsize=8)
+    right.set_ylabel("tokens a second beside bf16 in 1F1B")
+    right.legend(frameon=False, fontsize=8, title="pale: in Eager1F1B", title_fontsize=8, loc="upper left")
     for panel in (left, right):
         panel.spines[["top", "right"]].set_visible(False)
     plotting.save(figure, path)

@@ -32,8 +32,8 @@ RANKS, STEPS, FREEZE = 4, 4, 2
 TIMEOUT = 8.0
 """Seconds of each collective, after which ranks that wait for one that does not come give up."""
 
-MESHES = {"pp dp": (2, 1), "dp tp": (1, 2), "pp tp": (2, 2), "pp": (4, 1)}
-"""By name: stages, and parts of each; the rest are replicas."""
+MESHES = {"pp dp": (2, 1), "dp tp": (1, 2), "pp tp": (2, 2), "pp": (4, 1), "pp ahead": (4, 1), "pp dp ahead": (2, 1)}
+"""By name: stages, and parts of each; the rest are replicas. Those ahead run Eager1F1B, with packets between."""
 
 FAULTS = ("none", "killed", "raises", "stopped")
 _ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 2e-3, "freeze_step": FREEZE}}
@@ -96,7 +96,8 @@ def _engine(trial: Trial, odd: bool) -> Engine:
     for layer in model.transformer.h:
         layer.register_forward_pre_hook(misbehave)
     config = {**CONFIG, "optimizer": _ONE_BIT, "gradient_clipping": 1.0}
-    config |= {"pipeline": {"stages": stages}, "tensor_parallel": {"autotp_size": parts}}
+    ahead = {"schedule": "Eager1F1B", "activations": "int8", "gradients": "int8"} if "ahead" in trial.mesh else {}
+    config |= {"pipeline": {"stages": stages, **ahead}, "tensor_parallel": {"autotp_size": parts}}
     return initialize(model=model, config=config)[0]
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from tests.refusing import refused
 from thinwire import comm
@@ -18,9 +18,11 @@ from thinwire.compress import Header, PacketError
 from thinwire.compress.codecs import Codec
 from thinwire.parallel import CompressedStage
 from thinwire.parallel.compressed_stage import activation_codec, pack, takes, unpack
+from thinwire.parallel.pipeline import schedule_class
 
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SINGLE = ("GPipe", "1F1B", "Eager1F1B")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+SCHEDULES = (*SINGLE, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *V_SHAPED)
 CPU = torch.device("cpu")
 LOSS = nn.MSELoss()
 CODECS = {"activations": "int4", "gradients": "int8"}
@@ -67,7 +69,7 @@ def blocks(stages: int, width: int = 33) -> list[nn.Module]:
 def stages_of(schedule: str, rank: int, size: int) -> list[int]:
     if schedule in V_SHAPED:
         return [rank, 2 * size - 1 - rank]
-    return [rank] if schedule in ("GPipe", "1F1B") else [rank, rank + size]
+    return [rank] if schedule in SINGLE else [rank, rank + size]
 
 
 def build(
@@ -77,7 +79,7 @@ def build(
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = stages_of(schedule, rank, size)
     stages = [kind(modules[one], one, len(modules), CPU, **codecs) for one in mine]
-    make = get_schedule_class(schedule)
+    make = schedule_class(schedule)
     several = issubclass(make, PipelineScheduleMulti)
     return make(stages if several else stages[0], micro_batches, loss_fn=LOSS), stages
 
@@ -144,7 +146,8 @@ def check_schedule(name: str) -> None:
 
 def schedules() -> None:
     """Of four ranks some are neither first nor last where each has one stage; two that have two show the same."""
-    for name in SCHEDULES if dist.get_world_size() == 2 else ("1F1B", "InterleavedZeroBubble", "DualPipeV"):
+    of_four = ("1F1B", "Eager1F1B", "InterleavedZeroBubble", "DualPipeV")
+    for name in SCHEDULES if dist.get_world_size() == 2 else of_four:
         check_schedule(name)
 
 
@@ -176,7 +179,7 @@ def tensors() -> None:
     inputs[0, 3], inputs[-1, -1] = float("nan"), float("-inf")
     modules = [Several(True), Several(False)]
     stage = CompressedStage(modules[rank], rank, 2, CPU, activations="int8", gradients="int4")
-    schedule = get_schedule_class("1F1B")(stage, 2, loss_fn=lambda output, target: output)
+    schedule = schedule_class("1F1B")(stage, 2, loss_fn=lambda output, target: output)
     schedule.step(*([inputs] if rank == 0 else []), target=torch.zeros(2) if rank else None, return_outputs=False)
     if rank == 1:
         for some, arrived in zip(inputs.chunk(2), modules[1].seen[-2:], strict=True):

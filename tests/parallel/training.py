@@ -112,7 +112,7 @@ def models() -> None:
 
 def schedules() -> None:
     """Two stages a rank: tied embeddings lie on two ranks, or in a V on one. Then one, of fewer micro-batches too."""
-    for schedule in ("GPipe", "Interleaved1F1B", "ZBVZeroBubble"):
+    for schedule in ("GPipe", "Eager1F1B", "Interleaved1F1B", "ZBVZeroBubble"):
         train(gpt2, schedule)
     train(bert, "1F1B", split=["bert.encoder.layer.3"])
     train(bert, "1F1B", micro_batches=1)

@@ -17,6 +17,9 @@ from torch.distributed.pipelining.schedules import (
     ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleZBVZeroBubble,
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
     get_schedule_class,
 )
 
@@ -45,8 +48,8 @@ class Pipeline:
     micro_batches: of a global batch, all of one shape.
     mesh: with a dimension "pp" for the stages, if there are replicas of them "dp", and if torch has parallelised the
         model's modules, all in the same way, over "tp"; None: all ranks are stages.
-    schedule: a name that torch's `get_schedule_class` knows. Those that take several stages a rank get two.
-        "1F1B" is "GPipe" for fewer micro-batches than stages.
+    schedule: a name that torch's `get_schedule_class` knows, or "Eager1F1B". Those that take several stages a rank get
+        two. "1F1B" is "GPipe" for fewer micro-batches than stages.
     split: `parameters`, so that the largest stage is as small as can be, `time`, so that it has as few operations, by
         the forward of a Hugging Face model, or the names of the blocks that stages but the first begin with.
     loss_fn: of the outputs of an nn.Sequential and the batch's targets.
@@ -88,10 +91,10 @@ class Pipeline:
         def prepare() -> tuple[Any, list[list[int]], list[nn.Module]]:
             if isinstance(model, nn.Sequential) and loss_fn is None:
                 raise ValueError("an nn.Sequential has no loss of its own: give loss_fn")
-            kind = get_schedule_class(schedule)
+            kind = schedule_class(schedule)
             if kind is Schedule1F1B and micro_batches < self.comm.size:
                 kind = ScheduleGPipe  # torch's 1F1B takes as many as stages, and with fewer holds no less
-            places = _places(kind, self.comm.size)
+            places = places_of_stages(kind, self.comm.size)
             parts = split_model(model, sum(map(len, places)), split)
             for number in places[self.comm.rank]:
                 part = parts[number]
@@ -277,9 +280,42 @@ def next_batches(batches: Iterator[Any], count: int, read: Callable[[Any], Any])
     return taken
 
 
-def _places(kind: type, ranks: int) -> list[list[int]]:
+class Eager1F1B(_PipelineScheduleRuntime):
+    """1F1B for slow links: stages run further ahead, so that what travels does so while they compute.
+
+    A micro-batch's way from a stage to the last one and back is that of `hops` = p - 1 - r transfers there and as many
+    back, and of `hops` + 1 stages. Where no transfer takes longer than a stage's forward and backward, 3 `hops` + 1
+    micro-batches on it leave no stage and no link waiting; 1F1B has `hops` + 1 and waits for each transfer. Stages hold
+    the activations of as many (Zhuang et al. 2022, "On Optimizing the Communication of Model Parallelism").
+
+    It takes what torch's `ScheduleInterleaved1F1B` takes, with one stage in the list.
+    """
+
+    def __init__(self, stages: list[Any], n_microbatches: int, **options: Any) -> None:
+        super().__init__(stages, n_microbatches, **options)  # type: ignore[no-untyped-call]
+        forward, backward = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
+        orders: dict[int, list[_Action | None]] = {}
+        for rank in range(self.pp_group_size):
+            ahead = min(n_microbatches, 3 * (self.pp_group_size - 1 - rank) + 1)
+            order = orders[rank] = [_Action(rank, forward, number) for number in range(ahead)]
+            for number in range(n_microbatches):
+                order.append(_Action(rank, backward, number))
+                if number + ahead < n_microbatches:
+                    order.append(_Action(rank, forward, number + ahead))
+        self._prepare_schedule_with_comms(orders)
+
+
+def schedule_class(name: str) -> type:
+    """A schedule by its name; raises ValueError."""
+    try:
+        return Eager1F1B if name.lower() == "eager1f1b" else get_schedule_class(name)
+    except ValueError as error:
+        raise ValueError(f"{error}, and 'Eager1F1B'") from None
+
+
+def places_of_stages(kind: type, ranks: int) -> list[list[int]]:
     """The numbers of each rank's stages."""
-    if not issubclass(kind, PipelineScheduleMulti):
+    if kind is Eager1F1B or not issubclass(kind, PipelineScheduleMulti):
         return [[rank] for rank in range(ranks)]
     if issubclass(kind, _V_SHAPED):
         return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]

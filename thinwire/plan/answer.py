@@ -1,4 +1,4 @@
-"""A plan as people and programs read it: the short answer with the line to write, a table, JSON."""
+"""A plan as people and programs read it: the short answer with the line to write, a table, JSON; and meshes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from thinwire.plan.cluster import Cluster
+from thinwire.plan.meshes import MeshJob, MeshPrediction
 from thinwire.plan.methods import DILOCO, ONEBIT_MUON, POWERSGD, SHARDED_ADAM, Method, OuterSchedule, Schedule
 from thinwire.plan.prediction import Prediction, StepPrediction
 from thinwire.plan.recommendation import (
@@ -25,6 +26,7 @@ from thinwire.plan.recommendation import (
 from thinwire.plan.units import count_in_words, rate_in_words, seconds_in_words, size_in_words
 
 _DDP = "model = DistributedDataParallel(model)"
+_NAMES_OF_REPLICAS = {"ddp-fp32": "DDP", SHARDED_ADAM: "AdamW"}
 
 
 def title(method: Method) -> str:
@@ -334,3 +336,62 @@ def _nothing_fits(plan: Plan) -> str:
         f"Nothing fits into {size_in_words(plan.memory_limit or 0)} a rank: {title(least.method)} needs least, "
         f"{size_in_words(least.memory_bytes)}"
     )
+
+
+def mesh_answer(job: MeshJob, found: Sequence[MeshPrediction], assumed: Sequence[str]) -> str:
+    """At most 12 lines: the first of `found`, and what the next ones take."""
+    best, mesh, model, cluster = found[0], found[0].mesh, job.model, job.cluster
+    share = {name: value / best.step_seconds for name, value in best.seconds.items()}
+    several, wire = "" if best.micro_batches == 1 else "es", "bf16" if mesh.wire == "none" else mesh.wire
+    lines = [
+        f"Take {mesh}: {seconds_in_words(best.step_seconds)} a step, "
+        f"{best.operations_a_second / 1e12:.3g} TFLOP/s a rank",
+        f'  mesh     init_device_mesh("cuda", ({mesh.pp}, {mesh.dp}, {mesh.tp}), mesh_dim_names=("pp", "dp", "tp"))',
+        f"  stages   {best.micro_batches} micro-batch{several} of {mesh.micro_batch}"
+        + (f", {mesh.schedule}, bubble {best.bubble:.1%}, activations in {wire}" if mesh.pp > 1 else "")
+        + (", layers recomputed in backward" if mesh.recompute else ""),
+        f"  replicas {_replica_words(best)}",
+        f"  time     {', '.join(f'{name} {value:.1%}' for name, value in share.items() if value > 5e-4)}",
+        f"  memory   {size_in_words(best.memory_bytes)} a rank: "
+        + ", ".join(f"{name} {size_in_words(value)}" for name, value in best.memory.items() if value),
+    ]
+    if found[1:]:
+        others = (f"{one.mesh} {seconds_in_words(one.step_seconds)}" for one in found[1:4])
+        lines.append(f"Next: {'; '.join(others)}")
+    lines.append(
+        f"For {model.name}, {count_in_words(model.parameters)} parameters in bf16, {job.batch} sequences of "
+        f"{job.length} tokens a step, on {cluster.nodes} nodes of {cluster.ranks_per_node} at "
+        f"{rate_in_words(cluster.between.speed.bytes_per_second)} a node"
+    )
+    return "\n".join([*lines, f"Assumed: {'; '.join(assumed)}"] if assumed else lines)
+
+
+def mesh_json(job: MeshJob, found: Sequence[MeshPrediction]) -> dict[str, Any]:
+    """The same in seconds and bytes, of every mesh."""
+    meshes = [
+        {
+            **asdict(one.mesh),
+            **{name: value for name, value in asdict(one).items() if name != "mesh"},
+            **{name: getattr(one, name) for name in ("bubble", "step_seconds", "memory_bytes", "operations_a_second")},
+        }
+        for one in found
+    ]
+    return {
+        "model": job.model.name,
+        "parameters": job.model.parameters,
+        "nodes": job.cluster.nodes,
+        "ranks_per_node": job.cluster.ranks_per_node,
+        "batch": job.batch,
+        "meshes": meshes,
+    }
+
+
+def _replica_words(found: MeshPrediction) -> str:
+    mesh = found.mesh
+    if mesh.dp == 1:
+        return "one"
+    method, sent = mesh.method, size_in_words(found.bytes_sent)
+    name = method.entry.name if method.entry else _NAMES_OF_REPLICAS[method.algorithm]
+    stage = f" at ZeRO stage {method.stage}" if method.stage else ""
+    by_node = ", by node" if method.hierarchical else ""
+    return f'{name}{stage}{by_node}, mesh=mesh["dp"], averages in {"1 bit" if method.entry else "bf16"}, {sent} a rank'

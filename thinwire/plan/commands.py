@@ -11,8 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from thinwire.compress.packet_layout import CODE_BITS
-from thinwire.plan.answer import as_answer, as_json, as_table
-from thinwire.plan.meshes import mesh_answer, mesh_json
+from thinwire.plan.answer import as_answer, as_json, as_table, mesh_answer, mesh_json
 from thinwire.plan.methods import ALGORITHMS, CODECS, INNER, WARMUP_WIRES, Schedule
 from thinwire.plan.picture import draw_plan
 from thinwire.plan.request import Request

@@ -1,30 +1,29 @@
 """Meshes for models that fit no rank: pipeline stages, replicas and tensor parallelism, searched by what a step takes
 and what a rank holds; with what travels between stages and between replicas.
 
-Ranks are numbered as `init_device_mesh(device, (pp, dp, tp))` numbers them, tp fastest. Stages run 1F1B.
+Ranks are numbered as `init_device_mesh(device, (pp, dp, tp))` numbers them, tp fastest. Stages run 1F1B
+or Eager1F1B.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 from thinwire.comm.traffic import sent_bytes
-from thinwire.compress.packet_layout import ACTIVATION_BLOCKS, codec_packet_bytes
+from thinwire.compress.packet_layout import activation_packet_bytes
 from thinwire.plan.cluster import Cluster
 from thinwire.plan.methods import SHARDED_ADAM, Method, Schedule
 from thinwire.plan.prediction import predict
 from thinwire.plan.recommendation import keeps_the_loss
 from thinwire.plan.units import (
     PlanError,
-    count_in_words,
-    rate_in_words,
     require_positive,
     require_whole,
-    seconds_in_words,
     size_in_words,
 )
 from thinwire.plan.workload import Blocks, Device, Transformer, Workload, forward_operations, forward_seconds
@@ -42,6 +41,7 @@ class Mesh:
 
     method: of the replicas. wire: the codec of activations and gradients between stages. micro_batch: sequences.
     recompute: forward runs again in backward, and a micro-batch in flight keeps the inputs of its layers alone.
+    eager: stages run Eager1F1B in place of 1F1B, which hides what travels and holds up to thrice the micro-batches.
     """
 
     pp: int
@@ -51,14 +51,20 @@ class Mesh:
     wire: StageWire = "none"
     micro_batch: int = 1
     recompute: bool = False
+    eager: bool = False
 
     def __str__(self) -> str:
         return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
 
     @property
-    def simplicity(self) -> tuple[int, int, bool, bool]:
+    def schedule(self) -> str:
+        """By its name in a configuration."""
+        return "Eager1F1B" if self.eager else "1F1B"
+
+    @property
+    def simplicity(self) -> tuple[int, int, bool, bool, bool]:
         """Less of it is better, where steps take as long."""
-        return self.pp * self.tp, self.pp, self.wire != "none", self.method.entry is not None
+        return self.pp * self.tp, self.pp, self.wire != "none", self.eager, self.method.entry is not None
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ class MeshPrediction:
     """A step on `mesh`, in seconds by what it goes to, and bytes that a rank of the fullest stage holds.
 
     `seconds`: compute; bubble, of the pipeline's filling and draining; tensor, all-reduces inside layers; stages, what
-    1F1B waits for activations and gradients; replicas, the optimizer and what of averages nothing hides. `bytes_sent`:
+    they wait for activations and gradients; replicas, the optimizer and what of averages nothing hides. `bytes_sent`:
     to average over replicas, in an average step, by the mean of the ranks of one; a clipped model's norm aside.
     """
 
@@ -123,7 +129,7 @@ class MeshPrediction:
 
     @property
     def bubble(self) -> float:
-        """The part of 1F1B's slots that are idle: (p - 1) / (m + p - 1)."""
+        """The part of slots that are idle: (p - 1) / (m + p - 1)."""
         return bubble_share(self.mesh.pp, self.micro_batches)
 
     @property
@@ -133,8 +139,13 @@ class MeshPrediction:
 
 
 def bubble_share(stages: int, micro_batches: int) -> float:
-    """The part of its time for which a stage of GPipe or 1F1B has nothing to do."""
+    """The part of its time for which a stage of GPipe, 1F1B or Eager1F1B has nothing to do."""
     return (stages - 1) / (micro_batches + stages - 1)
+
+
+def in_flight(mesh: Mesh) -> int:
+    """Micro-batches on their way from the first stage to the last and back, if there are as many."""
+    return 3 * (mesh.pp - 1) + 1 if mesh.eager else mesh.pp
 
 
 def predict_mesh(job: MeshJob, mesh: Mesh, schedule: Schedule | None = None) -> MeshPrediction:
@@ -174,10 +185,15 @@ def _predict(
     numbers = mesh.micro_batch * job.length * blocks.hidden
     reduced = sent_bytes("all_reduce", numbers * _SIZE, mesh.tp)
     tensor = layers * (4 + 2 * again) * cluster.inside.seconds("all_reduce", mesh.tp, reduced) if mesh.tp > 1 else 0.0
-    hop, wire = _hop(job, mesh, numbers)
-    # A stage may run as far ahead as there are stages behind it: a micro-batch's way there and back is shared by all
-    # that are on it. Both directions of the wire are busy at once.
+    codec, travel, wire = _hop(job, mesh, numbers)
+    hop = codec + travel
+    ahead = min(in_flight(mesh), count)
+    # A micro-batch's way there and back is shared by all that are on it. Both directions of the wire are busy at once.
     period = max(compute + tensor + 2 * hop * (mesh.pp - 1) / mesh.pp, wire)
+    if mesh.eager:
+        way = mesh.pp * (compute + tensor) + 2 * hop * (mesh.pp - 1)
+        # With all of them on it, none comes back while others go.
+        period = max(compute + tensor + 2 * codec, *((way / ahead, wire) if count > ahead else (2 * wire,)))
     alone = (mesh.pp - 1) * (compute + tensor)
     seconds = {
         "compute": count * compute,
@@ -186,7 +202,7 @@ def _predict(
         "stages": count * (period - compute - tensor) + (mesh.pp - 1) * 2 * hop,
         "replicas": replicas,
     }
-    held = {**state, "activations": min(mesh.pp, count) * _activations(job, mesh, layers)}
+    held = {**state, "activations": ahead * _activations(job, mesh, layers)}
     if mesh.recompute:  # of the layer that backward is in
         held["recomputed layer"] = _activations(job, replace(mesh, recompute=False), 1)
     return MeshPrediction(mesh, count, seconds, held, job.operations(mesh), bytes_sent)
@@ -198,19 +214,20 @@ def _forward(job: MeshJob, mesh: Mesh) -> float:
     return whole * -(-job.blocks.layers // mesh.pp) / job.blocks.layers / mesh.tp
 
 
-def _hop(job: MeshJob, mesh: Mesh, numbers: int) -> tuple[float, float]:
-    """Seconds until what one stage sends is what the next one has, and those of it for which a node's link is busy."""
+def _hop(job: MeshJob, mesh: Mesh, numbers: int) -> tuple[float, float, float]:
+    """Seconds that encoding and decoding take, those that what one stage sends then travels to the next one, and those
+    for which a node's link is busy with it."""
     if mesh.pp == 1:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     cluster, codec, nbytes = job.cluster, 0.0, float(numbers * _SIZE)
     if mesh.wire != "none":
-        nbytes = codec_packet_bytes(mesh.wire, numbers, ACTIVATION_BLOCKS[mesh.wire])
+        nbytes = activation_packet_bytes(mesh.wire, numbers // job.blocks.hidden, job.blocks.hidden)
         codec = numbers / cluster.processor.encode + numbers / cluster.processor.decode
     link, sending = cluster.between, min(cluster.ranks_per_node, mesh.dp * mesh.tp)
     if cluster.nodes == 1:
         link, sending = cluster.inside, 1
     wire = sending * nbytes / link.speed.bytes_per_second
-    return codec + link.speed.latency + wire, wire
+    return codec, link.speed.latency + wire, wire
 
 
 def _activations(job: MeshJob, mesh: Mesh, layers: int) -> float:
@@ -279,13 +296,16 @@ def search_meshes(
     """The fastest way to train on each mesh whose ranks hold no more than `memory` bytes, fastest mesh first, or on the
     one of `shape`, (pp, dp, tp).
 
-    Of ways that are as fast to a hundredth the simplest. `int4` between stages, which costs half a percent of loss, is
-    for `speed_only`. Raises PlanError for a shape that cannot be, and where nothing fits, saying what needs least.
+    Of ways that are as fast to a hundredth the simplest. `int4` between stages, which costs some half a percent of
+    loss, is for `speed_only`. Raises PlanError for a shape that cannot be, and where nothing fits, saying what needs
+    least.
     """
     require_positive("the memory", memory)
     if shape is not None:
         _check(job, Mesh(*shape))
-    schedule, wires = schedule or Schedule(), ("none", "int8", *(("int4",) if speed_only else ()))
+    schedule = schedule or Schedule()
+    wires: tuple[StageWire, ...] = ("none", "int8", "int4") if speed_only else ("none", "int8")
+    several: list[tuple[StageWire, bool]] = [*itertools.product(wires, (False, True))]
     replicas = cache(lambda mesh: _replicas(job, mesh, schedule))
     best: dict[tuple[int, int], list[MeshPrediction]] = {}
     least: MeshPrediction | None = None
@@ -299,8 +319,9 @@ def search_meshes(
                 plain = replace(one, method=method, micro_batch=size)
                 cost = replicas(plain)
                 for recompute in (False, True):
-                    for wire in wires[: None if one.pp > 1 else 1]:
-                        found = _predict(job, replace(plain, recompute=recompute, wire=wire), *cost)
+                    for wire, eager in several[: None if one.pp > 1 else 1]:
+                        way = replace(plain, recompute=recompute, wire=wire, eager=eager)
+                        found = _predict(job, way, *cost)
                         if least is None or found.memory_bytes < least.memory_bytes:
                             least = found
                         if found.memory_bytes <= memory:
@@ -334,67 +355,3 @@ def _shapes(job: MeshJob) -> Iterator[Mesh]:
 
 def _divisors(number: int) -> list[int]:
     return [one for one in range(1, number + 1) if number % one == 0]
-
-
-# As people and programs read it
-
-_NAMES = {"ddp-fp32": "DDP", SHARDED_ADAM: "AdamW"}
-
-
-def mesh_answer(job: MeshJob, found: Sequence[MeshPrediction], assumed: Sequence[str]) -> str:
-    """At most 12 lines: the first of `found`, and what the next ones take."""
-    best, mesh, model, cluster = found[0], found[0].mesh, job.model, job.cluster
-    share = {name: value / best.step_seconds for name, value in best.seconds.items()}
-    several, wire = "" if best.micro_batches == 1 else "es", "bf16" if mesh.wire == "none" else mesh.wire
-    lines = [
-        f"Take {mesh}: {seconds_in_words(best.step_seconds)} a step, "
-        f"{best.operations_a_second / 1e12:.3g} TFLOP/s a rank",
-        f'  mesh     init_device_mesh("cuda", ({mesh.pp}, {mesh.dp}, {mesh.tp}), mesh_dim_names=("pp", "dp", "tp"))',
-        f"  stages   {best.micro_batches} micro-batch{several} of {mesh.micro_batch}"
-        + (f", bubble {best.bubble:.1%}, activations in {wire}" if mesh.pp > 1 else "")
-        + (", layers recomputed in backward" if mesh.recompute else ""),
-        f"  replicas {_replica_words(best)}",
-        f"  time     {', '.join(f'{name} {value:.1%}' for name, value in share.items() if value > 5e-4)}",
-        f"  memory   {size_in_words(best.memory_bytes)} a rank: "
-        + ", ".join(f"{name} {size_in_words(value)}" for name, value in best.memory.items() if value),
-    ]
-    if found[1:]:
-        others = (f"{one.mesh} {seconds_in_words(one.step_seconds)}" for one in found[1:4])
-        lines.append(f"Next: {'; '.join(others)}")
-    lines.append(
-        f"For {model.name}, {count_in_words(model.parameters)} parameters in bf16, {job.batch} sequences of "
-        f"{job.length} tokens a step, on {cluster.nodes} nodes of {cluster.ranks_per_node} at "
-        f"{rate_in_words(cluster.between.speed.bytes_per_second)} a node"
-    )
-    return "\n".join([*lines, f"Assumed: {'; '.join(assumed)}"] if assumed else lines)
-
-
-def mesh_json(job: MeshJob, found: Sequence[MeshPrediction]) -> dict[str, Any]:
-    """The same in seconds and bytes, of every mesh."""
-    meshes = [
-        {
-            **asdict(one.mesh),
-            **{name: value for name, value in asdict(one).items() if name != "mesh"},
-            **{name: getattr(one, name) for name in ("bubble", "step_seconds", "memory_bytes", "operations_a_second")},
-        }
-        for one in found
-    ]
-    return {
-        "model": job.model.name,
-        "parameters": job.model.parameters,
-        "nodes": job.cluster.nodes,
-        "ranks_per_node": job.cluster.ranks_per_node,
-        "batch": job.batch,
-        "meshes": meshes,
-    }
-
-
-def _replica_words(found: MeshPrediction) -> str:
-    mesh = found.mesh
-    if mesh.dp == 1:
-        return "one"
-    method, sent = mesh.method, size_in_words(found.bytes_sent)
-    name = method.entry.name if method.entry else _NAMES[method.algorithm]
-    stage = f" at ZeRO stage {method.stage}" if method.stage else ""
-    by_node = ", by node" if method.hierarchical else ""
-    return f'{name}{stage}{by_node}, mesh=mesh["dp"], averages in {"1 bit" if method.entry else "bf16"}, {sent} a rank'

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 import thinwire
 from experiments.common.command_line import Parser, positive
@@ -29,7 +29,7 @@ from experiments.ethernet.race.shaping import add_link_arguments, shape_together
 from thinwire import comm as communication
 from thinwire.comm import Communicator
 from thinwire.parallel import CompressedStage
-from thinwire.parallel.pipeline import _places
+from thinwire.parallel.pipeline import places_of_stages, schedule_class
 
 __all__ = ["COMPUTING", "MICRO_BATCHES", "WIRES", "Waits", "main", "seconds_together"]
 
@@ -44,6 +44,8 @@ WIRES: dict[str, tuple[torch.dtype, str | None, str | None]] = {
     "int4": (torch.bfloat16, "int4", "int4"),
 }
 """By name: the activations' dtype, and the codecs of them and of their gradients; None: torch's own stages."""
+EAGER = "+eager"
+"""Behind the name of a wire: with the schedule that runs further ahead, in place of 1F1B."""
 
 _TIMEOUT = 300.0
 
@@ -135,9 +137,9 @@ class _Pipeline:
     def __init__(
         self, name: str, group: dist.ProcessGroup, make: Callable[[bool], nn.Module], wire: str, shape: Sequence[int]
     ) -> None:
-        kind, (dtype, ahead, back) = get_schedule_class(name), WIRES[wire]
+        kind, (dtype, ahead, back) = schedule_class(name), WIRES[wire]
         rank, size = group.rank(), group.size()
-        places = _places(kind, size)
+        places = places_of_stages(kind, size)
         count = sum(map(len, places))
         self.modules = [make(number == 0) for number in places[rank]]
         stages: list[Any] = []
@@ -208,11 +210,12 @@ def _wires(options: argparse.Namespace, comm: Communicator) -> list[dict[str, An
     seconds, found = options.seconds, []
     for number, wire in enumerate(("bf16", *options.wires)):
         group = mesh.get_group("pp")
-        pipeline = _Pipeline("1F1B", group, partial(_Stage, seconds, weights=options.weights), wire, options.shape)
+        schedule, codecs = "Eager1F1B" if wire.endswith(EAGER) else "1F1B", wire.removesuffix(EAGER)
+        pipeline = _Pipeline(schedule, group, partial(_Stage, seconds, weights=options.weights), codecs, options.shape)
         step = pipeline.step
         shape_together(comm, options.cluster, options.hosts, None)
         if options.replicas > 1:
-            step = _with_replicas(pipeline, mesh, exact=WIRES[wire][1] is None)
+            step = _with_replicas(pipeline, mesh, exact=WIRES[codecs][1] is None)
         step()
         step()  # the second of a 1-bit optimizer is its first frozen one
         shape_together(comm, options.cluster, options.hosts, options.megabits)
@@ -281,7 +284,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("experiments.ethernet.race.pipeline_times", "Times steps of pipelines.")
     parser.add_argument("--task", choices=_TASKS, required=True)
     parser.add_argument("--schedules", nargs="+", default=[])
-    parser.add_argument("--wires", nargs="+", choices=WIRES, default=[])
+    parser.add_argument("--wires", nargs="+", choices=[*WIRES, *(f"{one}{EAGER}" for one in WIRES)], default=[])
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--steps", type=positive, default=3)
     parser.add_argument("--rows", type=positive, default=256)
