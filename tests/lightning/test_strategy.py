@@ -133,7 +133,7 @@ def test_averaged_weights_take_no_step_while_means_are_found(standalone: ModuleT
     assert torch.equal(flat(module), flat(callback._average_model))
 
 
-@pytest.mark.parametrize("kind", ["DiLoCo", "OneBitAdam", "ShardedOptimizer"])
+@pytest.mark.parametrize("kind", ["DiLoCo", "OneBitAdam", "OneBitMuon", "ShardedOptimizer"])
 def test_it_joins_an_elastic_job_late_and_ends_with_it(standalone: ModuleType, tmp_path: Path, kind: str) -> None:
     """The other worker trains in a loop of its own; who joins is told to resume, as whoever is started again."""
     import thinwire.lightning
@@ -145,6 +145,8 @@ def test_it_joins_an_elastic_job_late_and_ends_with_it(standalone: ModuleType, t
         elastic = thinwire.Elastic(workers=1, address="here:1", job=job)
         if kind == "OneBitAdam":
             return OneBitAdam(module.named_parameters(), lr=RATE, freeze_step=4, elastic=elastic)
+        if kind == "OneBitMuon":
+            return thinwire.OneBitMuon(module.named_parameters(), lr=RATE, elastic=elastic)
         options: dict[str, Any] = {"every": 4, "fragments": 1, "overlap": 0} if kind == "DiLoCo" else {"stage": 0}
         made = getattr(thinwire, kind)
         return made(module.named_parameters(), torch.optim.AdamW, lr=RATE, elastic=elastic, **options)
@@ -168,7 +170,8 @@ def test_it_joins_an_elastic_job_late_and_ends_with_it(standalone: ModuleType, t
         batches = iter(DataLoader(module._data, BATCH, sampler=thinwire.ElasticSampler(optimizer, len(module._data))))
         membership = optimizer._home.membership if kind == "DiLoCo" else optimizer._home.workers.membership
         while optimizer.steps < last:
-            optimizer.param_groups[0] |= {"lr": RATE * (1 - optimizer.steps / last), "initial_lr": RATE}
+            for group in optimizer.param_groups:
+                group |= {"lr": RATE * (1 - optimizer.steps / last), "initial_lr": RATE}
             if optimizer.steps == 6:
                 come.set()
                 while not membership.wanted:
