@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -191,6 +192,35 @@ def tensors() -> None:
                 assert (index > 3) == torch.equal(sent.nan_to_num(0, 0, 0), got.nan_to_num(0, 0, 0)), index
 
 
+class Laid(nn.Module):
+    """Gives, and takes the gradient of, tensors that are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(33, 33)
+
+    def forward(self, hidden: Tensor, *others: Tensor) -> Any:
+        hidden = self.inside(hidden.transpose(0, 1).contiguous()).transpose(0, 1)
+        return hidden + others[0] if others else (hidden, hidden[:, :, :1].expand(-1, -1, 33))
+
+
+def layouts() -> None:
+    """Of any layout, expanded too, it arrives through codecs and as it is."""
+    torch.manual_seed(1)
+    modules = [Laid(), Laid()]
+    inputs, target = torch.randn(2, 6, 7, 33)
+    whole = copy.deepcopy(modules)
+    losses = [
+        LOSS(whole[1](*whole[0](some)), to).detach() for some, to in zip(inputs.chunk(2), target.chunk(2), strict=True)
+    ]
+    for codec, near in ((None, 1e-6), ("int8", 5e-3), ("int4", 2e-2)):
+        schedule, stages = build(
+            "Eager1F1B", copy.deepcopy(modules), 2, CompressedStage, activations=codec, gradients=codec
+        )
+        found = step(schedule, stages, inputs, target)
+        assert found == ([pytest.approx(float(one), rel=near) for one in losses] if stages[0].is_last else []), codec
+
+
 def evaluations() -> None:
     """Between steps, of other micro-batches: torch looks at shapes anew."""
     torch.manual_seed(1)
@@ -255,6 +285,16 @@ def uneven() -> None:
         else ""
     )
     refused(ValueError if told else RuntimeError, told, step, schedule, stages, inputs, target)
+
+
+def lowered() -> None:
+    """Under autocast after a first step without."""
+    schedule, stages = build("GPipe", [nn.Linear(33, 33), nn.Linear(33, 33)], 2, CompressedStage, activations=None)
+    inputs, target = torch.randn(2, 8, 7, 33)
+    step(schedule, stages, inputs, target)
+    told = "activations 0 are torch.bfloat16, and of the first step's torch.float32" if stages[0].is_first else ""
+    with torch.autocast("cpu", torch.bfloat16):
+        refused(ValueError if told else RuntimeError, told, step, schedule, stages, inputs, target)
 
 
 def astray() -> None:

@@ -64,6 +64,27 @@ def test_what_is_not_finite_arrives_so_beside_directions() -> None:
     for bad in (float("nan"), float("inf")):
         given = torch.randn(64, 48)
         given[5, 7] = bad
-        assert not arrived("int4", given)[0][5, 7].isfinite()
+        found, _ = arrived("int4", given)
+        assert not found[5, 7].isfinite()
+        assert found[:4].isfinite().all()
     zeros, _ = arrived("int4", torch.zeros(64, 48))
     assert zeros.eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e18, 1e37])
+def test_what_directions_overflow_in_arrives(scale: float, dtype: torch.dtype) -> None:
+    given = (torch.randn(64, 48) * scale).to(dtype)
+    found, _ = arrived("int4", given)
+    assert (found.double() - given.double()).norm() < 0.2 * given.double().norm()
+
+
+def test_directions_are_of_one_dtype_and_device_whatever_the_defaults_are() -> None:
+    given = torch.randn(64, 45)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            packet = pack(codec := activation_codec("int4"), given, Header(codec.identifier, codec.block_size, 0, 0))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(packet, pack(codec, given, Header(codec.identifier, codec.block_size, 0, 0)))

@@ -16,10 +16,13 @@ PROGRAMS = pytest.mark.programs
         pytest.param(8, "parallel.training cube", marks=PROGRAMS),
         pytest.param(2, "parallel.cutting", marks=[since_torch_2_13, PROGRAMS]),
         pytest.param(
-            2, "parallel.pipelines schedules tensors evaluations bad_codecs integers uneven", marks=since_torch_2_13
+            2,
+            "parallel.pipelines schedules tensors layouts evaluations bad_codecs integers uneven",
+            marks=since_torch_2_13,
         ),
         pytest.param(4, "parallel.pipelines schedules", marks=[since_torch_2_13, PROGRAMS]),
         pytest.param(2, "parallel.pipelines astray", marks=since_torch_2_13),
+        pytest.param(2, "parallel.pipelines lowered", marks=since_torch_2_13),
         # Two replicas; one alone is in parts_job.
         pytest.param(4, "zero.tensor_parallel_job 2 2 exact compressed resume sharded refusals", marks=PROGRAMS),
         pytest.param(2, "engine.parts_job two", marks=PROGRAMS),

@@ -53,7 +53,8 @@ def pack(codec: Codec, tensor: Tensor, header: Header) -> Tensor:
 
     `int4` rounds what a few leading singular directions leave of it, as a matrix X of places by features, and they
     follow in bf16, Q = orth(Xᵀ X Ω) and P = X Q of a random Ω, alike everywhere: activations have most of their energy
-    there. What is not finite makes all that shares its scale so, or with directions all of the tensor.
+    there. None follow where something is not finite, or overflows in them. What is not finite makes all that shares
+    its scale so.
     """
     numel, shard = tensor.numel(), _padded(codec, tensor.numel())
     payload = torch.empty(shard, dtype=torch.float32, device=tensor.device)
@@ -67,6 +68,8 @@ def pack(codec: Codec, tensor: Tensor, header: Header) -> Tensor:
             found = _start(*right.shape, tensor.device) @ matrix.T @ matrix
             right.copy_(torch.linalg.qr(found.T).Q.T)
             left.copy_(right.float() @ matrix.T)
+            for one in (right, left):  # as all of `left` is not finite where something in `right` is not
+                one.copy_(one.where(left.isfinite().all(), 0.0))
             matrix.addmm_(left.float().T, right.float(), alpha=-1)
     rounded = packet[: codec.packet_bytes(shard)].unsqueeze(0)
     write_headers(rounded, header.pack())
@@ -84,7 +87,15 @@ def unpack(codec: Codec, packet: Tensor, output: Tensor) -> None:
     if len(left):
         with torch.autocast(output.device.type, enabled=False):
             values[:numel].view(left.size(1), right.size(1)).addmm_(left.float().T, right.float())
-    output.detach().copy_(values[:numel].view(output.shape))  # a buffer of activations requires a gradient
+    _write(values[:numel].view(output.shape), output)
+
+
+def _write(values: Tensor, output: Tensor) -> None:
+    """Into a buffer that may require a gradient, and be expanded."""
+    for dimension, stride in enumerate(output.stride()):
+        if stride == 0 and output.size(dimension) > 1:
+            values, output = values.narrow(dimension, 0, 1), output.narrow(dimension, 0, 1)
+    output.detach().copy_(values)
 
 
 def _matrix(shape: torch.Size) -> tuple[int, int]:
@@ -107,7 +118,8 @@ def _factors(codec: Codec, packet: Tensor, shape: torch.Size) -> tuple[Tensor, T
 
 @functools.cache
 def _start(rank: int, columns: int, device: torch.device) -> Tensor:
-    return torch.randn(rank, columns, generator=torch.Generator().manual_seed(0)).to(device)
+    plain: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
+    return torch.randn(rank, columns, generator=torch.Generator().manual_seed(0), **plain).to(device)
 
 
 def _padded(codec: Codec, numel: int) -> int:
@@ -130,7 +142,7 @@ class CompressedStage(PipelineStage):
 
     Making one is collective over `group`. Raises ValueError on every rank for a codec that is none of these, or is not
     the same on all; in the first step for a boundary that only integers pass, which no codec takes; and on its own
-    rank for a micro-batch of another shape than the first, which torch's schedules do not take either. Raises
+    rank for a micro-batch of another shape or dtype than the first, which torch's schedules do not take either. Raises
     NotImplementedError for a codec in a torch that is older than 2.13.
     """
 
@@ -162,10 +174,10 @@ class CompressedStage(PipelineStage):
             )
         self._codecs = dict(zip(given, codecs, strict=True))
         # What there is room for at the other end, by tensor.
-        self._shapes: dict[str, list[torch.Size]] = {}
+        self._rooms: dict[str, list[tuple[torch.Size, torch.dtype]]] = {}
         self._steps = 0
-        # By micro-batch: packets on their way, and the tensors to write what they carry into.
-        self._arriving: dict[tuple[str, int], list[tuple[dist.P2POp, Header, Tensor]]] = {}
+        # By micro-batch: packets on their way, or tensors in another layout, and where to write what they carry.
+        self._arriving: dict[tuple[str, int], list[tuple[dist.P2POp, Header | None, Tensor]]] = {}
 
     @override
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -204,7 +216,9 @@ class CompressedStage(PipelineStage):
         """Take note of what travels, which is known now: every rank comes by here, and has sent all it sends first."""
         super()._post_metadata_inference_cleanup()
         found = {"activations": self._stage_meta.outputs, "gradients": self._stage_meta.input_grads}
-        self._shapes = {what: [one.shape for one in metas or () if one is not None] for what, metas in found.items()}
+        self._rooms = {
+            what: [(one.shape, one.dtype) for one in metas or () if one is not None] for what, metas in found.items()
+        }
         dtypes = [one.dtype for one in self._stage_meta.outputs or () if one is not None and not self.is_last]
         error = None
         if self._codecs["activations"] and dtypes and not any(dtype.is_floating_point for dtype in dtypes):
@@ -217,15 +231,21 @@ class CompressedStage(PipelineStage):
     def _send(self, what: str, boundary: int, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         """Put packets in the place of the tensors that `ops` send."""
         codec = self._codecs[what]
-        for number, (op, room) in enumerate(zip(ops, self._shapes.get(what, ()), strict=False)):
-            if op.tensor.shape != room:
+        for number, (op, (shape, dtype)) in enumerate(zip(ops, self._rooms.get(what, ()), strict=False)):
+            if op.tensor.shape != shape:
                 raise ValueError(
                     f"stage {self.stage_index}: of micro-batch {chunk} the {what} {number} have shape "
-                    f"{tuple(op.tensor.shape)}, and of the first one {tuple(room)}: torch's schedules take "
+                    f"{tuple(op.tensor.shape)}, and of the first one {tuple(shape)}: torch's schedules take "
                     "micro-batches of one shape. Pad the last samples, or leave them out (drop_last=True)"
+                )
+            if op.tensor.dtype != dtype:
+                raise ValueError(
+                    f"stage {self.stage_index}: of micro-batch {chunk} the {what} {number} are {op.tensor.dtype}, and "
+                    f"of the first step's {dtype}, for which there is room: run every step under the same autocast"
                 )
             if codec is not None and takes(codec, op.tensor):
                 op.tensor = pack(codec, op.tensor, self._header(codec, boundary, chunk, number))
+            op.tensor = op.tensor.contiguous()
         return ops
 
     def _receive(self, what: str, boundary: int, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
@@ -237,11 +257,17 @@ class CompressedStage(PipelineStage):
                 waiting.append((op, self._header(codec, boundary, chunk, number), op.tensor))
                 size = _packet_bytes(codec, op.tensor.shape)
                 op.tensor = torch.empty(size, dtype=torch.uint8, device=op.tensor.device)
+            elif not op.tensor.is_contiguous():
+                waiting.append((op, None, op.tensor))
+                op.tensor = torch.empty_like(op.tensor, memory_format=torch.contiguous_format)
         return ops
 
     def _read(self, what: str, chunk: int) -> None:
         """Write what packets of a micro-batch carry, if any came, to where torch looks for it."""
         for op, expected, output in self._arriving.pop((what, chunk), ()):
+            if expected is None:
+                _write(op.tensor, output)
+                continue
             if op.tensor.device.type == "cpu":  # on an accelerator the host would wait for it
                 header = op.tensor[:HEADER_BYTES].unsqueeze(0)
                 Headers(header, expected.part, [op.peer]).check(expected)
