@@ -106,6 +106,9 @@ def test_the_command_says_what_it_found(capsys: pytest.CaptureFixture[str]) -> N
     for wrong, message in (("2x2", "--mesh must be as 8x16x4"), ("2x2x2", "is 8 ranks")):
         assert main([*asked, wrong]) != 0
         assert message in capsys.readouterr().err
+    for option, what in (("--micro-batch", "the micro-batch"), ("--sequence", "a sequence's length")):
+        assert main([*asked, "2x2x1", option, "0"]) != 0
+        assert f"{what} must be a whole number, at least 1, got 0" in capsys.readouterr().err
     assert main([*asked]) != 0
     assert "give --memory" in capsys.readouterr().err
     assert main([*asked, "--forward", "1s"]) != 0

@@ -129,14 +129,16 @@ class Request:
                 "--accumulation and --recompute out"
             )
         cluster, model = self._cluster(device), self._model()
-        length: int = typed.sequence or (model.blocks.sequence if model.blocks else _SEQUENCE)
+        length = self._length(model)
         if (batch := typed.batch) is None:
             batch = cluster.ranks * -(-_TOKENS // (cluster.ranks * length))
             self.assumed.append(f"{batch} sequences a step")
         self._assume_efficiency("", device)
         job = MeshJob(model, cluster, device, batch, length)
         options: dict[str, Any] = {"schedule": self._schedule(), "speed_only": typed.speed_only}
-        options |= {} if typed.micro_batch is None else {"micro_batches": (typed.micro_batch,)}
+        if typed.micro_batch is not None:
+            require_whole("the micro-batch", typed.micro_batch)
+            options["micro_batches"] = (typed.micro_batch,)
         options |= {} if typed.memory is None else {"memory": typed.memory}
         if typed.mesh != "search":
             if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", typed.mesh):
@@ -145,6 +147,14 @@ class Request:
         elif typed.memory is None:
             raise PlanError("what a rank may hold is not known: give --memory 80GB")
         return job, search_meshes(job, **options)
+
+    def _length(self, model: Transformer) -> int:
+        """Tokens of a sequence."""
+        length: int = self.arguments.sequence
+        if length is None:
+            length = _SEQUENCE if model.blocks is None else model.blocks.sequence
+        require_whole("a sequence's length", length)
+        return length
 
     def _device(self) -> Device:
         typed = self.arguments
@@ -164,12 +174,9 @@ class Request:
             return replace(workload, dtype=typed.dtype or workload.dtype)
         model = self._model()
         blocks = model.blocks
-        length: int = typed.sequence
-        if length is None:
-            length = _SEQUENCE if blocks is None else blocks.sequence
+        length = self._length(model)
         sequences: int = _SEQUENCES if typed.micro_batch is None else typed.micro_batch
         require_whole("the micro-batch", sequences)
-        require_whole("a sequence's length", length)
         if (typed.forward is None) != (typed.backward is None):
             raise PlanError("give both --forward and --backward, or neither: they are then estimated together")
         forward, backward = typed.forward, typed.backward
