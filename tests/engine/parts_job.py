@@ -288,7 +288,11 @@ def refusals() -> None:
         ("give the model its values before", gpt2(), CONFIG | {"initial_weights": "nowhere"}),
         ("has no loss of its own: give loss_fn", nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), parted(2, 1)),
         ("no stage can begin with 'h.1'", gpt2(), CONFIG | {"pipeline": {"stages": 2, "split": ["h.1"]}}),
-        ("Unknown schedule", gpt2(), CONFIG | {"pipeline": {"stages": 2, "schedule": "2F2B"}}),
+        (
+            '"pipeline.schedule" must be "1F1B" or "Eager1F1B" or .*got "2F2B"',
+            gpt2(),
+            CONFIG | {"pipeline": {"stages": 2, "schedule": "2F2B"}},
+        ),
         ('"pipeline.stages" 3 .* = 3 ranks hold a model, and 2 ranks', gpt2(), parted(3, 1)),
         (
             '"pipeline.stages" does not go with zero_optimization.stage 2',

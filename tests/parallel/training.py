@@ -132,6 +132,22 @@ def sequential() -> None:
         for _ in range(40)
     ]
     assert losses[-1] < losses[0] / 2
+    views()
+
+
+def views() -> None:
+    """Of three dimensions, what a linear layer gives is a view; the loss has all its digits in any default dtype."""
+    torch.manual_seed(4)
+    model, inputs = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), torch.randn(4, 3, 5, 8)
+    expected = LOSS(model(inputs), inputs).detach()
+    for schedule in ("InterleavedZeroBubble", "DualPipeV"):
+        pipeline = Pipeline(copy.deepcopy(model), 4, schedule=schedule, loss_fn=LOSS)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            loss = pipeline.train_batch(iter([(one, one) for one in inputs]))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert float(loss) == pytest.approx(float(expected), rel=1e-5), schedule
 
 
 def same_replicas(mesh: DeviceMesh, pipeline: Pipeline) -> None:
@@ -316,8 +332,16 @@ def refusals() -> None:
             {"split": ["h.1"]} if rank else {},
         ),
         (gpt2(), "activations must be", {"activations": "sign1"}),
+        (gpt2(), "is 1F1B, Eager1F1B, .*, not 'PipelineScheduleMulti'", {"schedule": "PipelineScheduleMulti"}),
+        (gpt2(), 'split is "parameters", "time" or a list', {"split": "params"}),
+        (gpt2(), "rank 1 and rank 0 differ: micro_batches is 5 against 4", {"micro_batches": 4 + rank}),
+        (gpt2(), "rank 1 and rank 0 differ: schedule is 'GPipe'", {"schedule": ("1F1B", "GPipe")[rank]}),
+        (gpt2() if rank else bert(), "rank 1 and rank 0 differ: .* parameters", {}),
+        (gpt2(), "micro_batches is a whole number, at least 1, not 0", {"micro_batches": 0}),
+        (gpt2(), "has a dimension \"pp\" for its stages, not \\('dp',\\) alone", {"mesh": mesh["dp"]}),
+        (nn.Sequential(nn.GELU(), nn.GELU()), "Sequential has no parameters", {"loss_fn": LOSS}),
     ):
-        refused(ValueError, told, Pipeline, model, 4, **options)
+        refused(ValueError, told, Pipeline, model, **{"micro_batches": 4, **options})
     pipeline = Pipeline(gpt2(), 2)
     one, short = next(batches()), {name: value[:2] for name, value in next(batches()).items()}
     refused(ValueError, "an iterator, not a list: give iter", pipeline.train_batch, [one, one])

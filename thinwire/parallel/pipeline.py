@@ -24,10 +24,10 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from thinwire.comm import Communicator, TorchCommunicator
-from thinwire.comm.agreement import on_every_rank
+from thinwire.comm.agreement import check_same_on_every_rank, on_every_rank
 from thinwire.compress.packet_layout import MemorylessCodec
 from thinwire.parallel.compressed_stage import CompressedStage
-from thinwire.parallel.splitting import HuggingFaceStage, Split, StageModules, split_model
+from thinwire.parallel.splitting import SCHEDULES, HuggingFaceStage, Split, StageModules, split_model
 from thinwire.zero.initial_values import InitialValues
 from thinwire.zero.replica import Stages
 
@@ -48,8 +48,8 @@ class Pipeline:
     micro_batches: of a global batch, all of one shape.
     mesh: with a dimension "pp" for the stages, if there are replicas of them "dp", and if torch has parallelised the
         model's modules, all in the same way, over "tp"; None: all ranks are stages.
-    schedule: a name that torch's `get_schedule_class` knows, or "Eager1F1B". Those that take several stages a rank get
-        two. "1F1B" is "GPipe" for fewer micro-batches than stages.
+    schedule: the name of one of torch's, or "Eager1F1B". Those that take several stages a rank get two. "1F1B" is
+        "GPipe" for fewer micro-batches than stages.
     split: `parameters`, so that the largest stage is as small as can be, `time`, so that it has as few operations, by
         the forward of a Hugging Face model, or the names of the blocks that stages but the first begin with.
     loss_fn: of the outputs of an nn.Sequential and the batch's targets.
@@ -60,7 +60,8 @@ class Pipeline:
     `loss_scale`: what gradients are times, for fp16; losses that are returned are not.
 
     Collective to make. Weights that stages share (tied embeddings) begin as the first of these has them, and their
-    gradients are added up. Raises ValueError, on every rank, for a model that cannot be split.
+    gradients are added up. Raises ValueError, on every rank, for a model that cannot be split, or where ranks differ in
+    it or in what they ask for.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class Pipeline:
         gradients: MemorylessCodec | None = None,
         weights: str | Path | None = None,
     ) -> None:
+        if mesh is not None and "pp" not in (mesh.mesh_dim_names or ()):
+            raise ValueError(f'a pipeline\'s mesh has a dimension "pp" for its stages, not {mesh.mesh_dim_names} alone')
         named = {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
         group = named["pp"] if mesh is not None else None
         self.comm = TorchCommunicator(group)
@@ -89,6 +92,8 @@ class Pipeline:
         initial = InitialValues.of(model, [self.comm, *others.values()])
 
         def prepare() -> tuple[Any, list[list[int]], list[nn.Module]]:
+            if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
+                raise ValueError(f"micro_batches is a whole number, at least 1, not {micro_batches!r}")
             if isinstance(model, nn.Sequential) and loss_fn is None:
                 raise ValueError("an nn.Sequential has no loss of its own: give loss_fn")
             kind = schedule_class(schedule)
@@ -102,6 +107,9 @@ class Pipeline:
             return kind, places, parts
 
         kind, places, parts = on_every_rank(self.comm, prepare, "split the model into stages", (ValueError, OSError))
+        asked = {"micro_batches": micro_batches, "schedule": schedule, "split": split}
+        for comm in (self.comm, *others.values()):
+            check_same_on_every_rank(comm, [*model.parameters()] if comm is self.comm else [], [], asked)
         mine = places[self.comm.rank]
         self.modules = StageModules({str(number): parts[number] for number in mine}, model)
         self._ties = self._tie([[parts[number] for number in of_rank] for of_rank in places])
@@ -202,7 +210,7 @@ class Pipeline:
             return_outputs=False,
             **others,
         )
-        loss = torch.zeros((), device=given[0].device)
+        loss = torch.zeros((), dtype=torch.float32, device=given[0].device)
         if self._last:
             loss += torch.stack(losses).sum().detach() / self.loss_scale
         self.comm.broadcast(loss, root=self._last_rank)
@@ -239,7 +247,8 @@ class Pipeline:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.requires_grad != torch.is_grad_enabled():
             of_shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
-                f"loss_fn returned {of_shape}: let it return a tensor of one number, which depends on the outputs"
+                f"loss_fn returned {of_shape}: let it return a tensor of one number, which depends on the outputs, "
+                "and these on parameters that require a gradient"
             )
         return loss.float() * (self.loss_scale / self.micro_batches)
 
@@ -307,10 +316,10 @@ class Eager1F1B(_PipelineScheduleRuntime):
 
 def schedule_class(name: str) -> type:
     """A schedule by its name; raises ValueError."""
-    try:
-        return Eager1F1B if name.lower() == "eager1f1b" else get_schedule_class(name)
-    except ValueError as error:
-        raise ValueError(f"{error}, and 'Eager1F1B'") from None
+    found = SCHEDULES.get(str(name).lower())
+    if found is None:
+        raise ValueError(f"the schedule of a pipeline is {', '.join(SCHEDULES.values())}, not {name!r}")
+    return Eager1F1B if found == "Eager1F1B" else get_schedule_class(found)
 
 
 def places_of_stages(kind: type, ranks: int) -> list[list[int]]:

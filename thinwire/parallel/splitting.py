@@ -8,13 +8,24 @@ import copy
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 Split = Literal["parameters", "time"] | Sequence[str]
+ScheduleName = Literal[
+    "1F1B",
+    "Eager1F1B",
+    "GPipe",
+    "LoopedBFS",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+]
+SCHEDULES: dict[str, ScheduleName] = {name.lower(): name for name in get_args(ScheduleName)}
 
 
 class _Passed(nn.Module):
@@ -44,8 +55,15 @@ class HuggingFaceStage(nn.Module):
         batch["input_ids" if self.first else "inputs_embeds"] = given
         if not self.last:
             batch.pop("labels", None)
-        output: Tensor = self.model(**batch, return_dict=False)[0]
-        return output.clone() if output._is_view() else output  # zero-bubble schedules detach outputs, in place
+        output: Tensor = _own(self.model(**batch, return_dict=False)[0])
+        return output
+
+
+def _own(output: Any) -> Any:
+    """A stage's output as no view: zero-bubble schedules detach it in place."""
+    if isinstance(output, tuple | list):
+        return type(output)(map(_own, output))
+    return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
 
 class StageModules(nn.ModuleDict):
@@ -111,6 +129,8 @@ def split_model(model: nn.Module, stages: int, split: Split) -> list[nn.Module]:
         cuts = _balanced([_numel(block) for block in at.children()], *_ends(model, path), stages)
     elif split == "time":
         cuts = _balanced(*_operations(model, path, names), stages)
+    elif isinstance(split, str) or not isinstance(split, Sequence):
+        raise ValueError(f'split is "parameters", "time" or a list of blocks by name, not {split!r}')
     else:
         known = {prefix + name: number for number, name in enumerate(names)}
         if strange := [name for name in split if name not in known]:
@@ -209,6 +229,7 @@ def _stage(model: nn.Module, path: str, kept: Sequence[str], first: bool, last: 
         if name not in kept:
             del blocks._modules[name]
     if isinstance(model, nn.Sequential):
+        part.register_forward_hook(lambda _module, _given, output: _own(output))
         return part
     for parent, name, before in _beside(part, path):
         module = parent.get_submodule(name)

@@ -70,7 +70,9 @@ class InitialValues:
     def of(cls, model: nn.Module, comms: Iterable[Communicator], device: torch.device | None = None) -> InitialValues:
         """Of a model whose ranks `comms` connect, one dimension of their mesh after the other; on `device`, or where it
         is, or should be. Collective."""
-        device, seed = device or next(model.parameters()).device, torch.randint(1 << 60, ())
+        device, seed = device or next((one.device for one in model.parameters()), None), torch.randint(1 << 60, ())
+        if device is None:
+            raise ValueError(f"{type(model).__name__} has no parameters: give a model that has some")
         for comm in comms:
             seed = seed.to(comm.control_device)
             comm.broadcast(seed, root=0)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from thinwire.compress.packet_layout import BlockCodecName, MemorylessCodec
 from thinwire.optim.settings import WholeNumber
+from thinwire.parallel.splitting import SCHEDULES, ScheduleName
 
 
 def _never(value: Any) -> Any:
@@ -30,6 +31,10 @@ def _lower(value: Any) -> Any:
 
 def _upper(value: Any) -> Any:
     return value.upper() if isinstance(value, str) else value
+
+
+def _schedule_name(value: Any) -> Any:
+    return SCHEDULES.get(_lower(value), value) if isinstance(value, str) else value
 
 
 def _short_name(value: Any) -> Any:
@@ -264,7 +269,7 @@ class PipelineConfig(Section):
     """
 
     stages: WholeNumber = Field(default=1, ge=1)
-    schedule: str = "1F1B"
+    schedule: Annotated[ScheduleName, BeforeValidator(_schedule_name)] = "1F1B"
     split: Literal["parameters", "time"] | list[str] = "parameters"
     activations: MemorylessCodec = "none"
     gradients: MemorylessCodec = "none"
