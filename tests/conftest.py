@@ -45,9 +45,10 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_timeout_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an `init` in this process."""
+def _nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the timeout of an `init` in this process, nor the threads that Lightning's launcher gives it."""
     monkeypatch.setattr(Communicator, "usual_timeout", 300.0)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="module")
