@@ -101,9 +101,9 @@ def _pause(system: _System, comm: Communicator, batch: Batch) -> float | None:
     workers: Any = system.optimizer._home.workers  # type: ignore[attr-defined]
     meet: Callable[..., bool] = workers._meet
 
-    def note(**options: Any) -> bool:
+    def note(*given: Any) -> bool:
         noticed.append(time.perf_counter())
-        return meet(**options)
+        return meet(*given)
 
     workers._meet = note
     if comm.rank == comm.size - 1:

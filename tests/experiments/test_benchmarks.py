@@ -134,8 +134,9 @@ def test_frozen_steps_write_numbers(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_elastic_steps_write_numbers(tmp_path: Path) -> None:
-    given = f"--ranks 1 --rounds 1 --model tiny --batch-size 1 --port {free_port()}"
+    given = f"--ranks 2 --rounds 1 --model tiny --batch-size 1 --port {free_port()}"
     found = results(elastic.main, tmp_path, given)
+    assert found["in frozen steps"] > 0
     assert {row for row, one in found["steps"].items() if one["median ratio"] > 0} == {"warmup", "frozen"}
 
 
