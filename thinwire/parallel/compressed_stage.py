@@ -68,8 +68,9 @@ def pack(codec: Codec, tensor: Tensor, header: Header) -> Tensor:
             found = _start(*right.shape, tensor.device) @ matrix.T @ matrix
             right.copy_(torch.linalg.qr(found.T).Q.T)
             left.copy_(right.float() @ matrix.T)
-            for one in (right, left):  # as all of `left` is not finite where something in `right` is not
-                one.copy_(one.where(left.isfinite().all(), 0.0))
+            spoilt = ~left.isfinite().all()  # all of it is not finite where something in `right` is not
+            for one in (right, left):
+                one.masked_fill_(spoilt, 0.0)
             matrix.addmm_(left.float().T, right.float(), alpha=-1)
     rounded = packet[: codec.packet_bytes(shard)].unsqueeze(0)
     write_headers(rounded, header.pack())
