@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 Split = Literal["parameters", "time"] | Sequence[str]
 ScheduleName = Literal[
@@ -198,6 +197,9 @@ def _operations(model: nn.Module, path: str, names: Sequence[str]) -> tuple[list
         raise ValueError(
             'split="time" runs the model, and the input of an nn.Sequential is not known: use "parameters", or names'
         )
+    # Here, as whoever reads a configuration imports this module and would wait for it.
+    from torch.utils.flop_counter import FlopCounterMode
+
     tokens = torch.arange(8, device=next(model.parameters()).device).unsqueeze(0)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=tokens)
