@@ -35,7 +35,7 @@ help:
 	@echo "make long-documents  BERT on long documents, sparse, dense and truncated (about an hour)"
 	@echo "make layer-drop      BERT with and without progressive layer drop: loss, time, learning rates (about 40 minutes)"
 	@echo "make ethernet        race DDP, PowerSGD and 1-bit Adam over slow links (as root on Linux; about half an hour)"
-	@echo "make pipelines       time pipelines over slow links: idle stages, and tokens a second by codec (as root on Linux; about 15 minutes)"
+	@echo "make pipelines       time pipelines over slow links: idle stages, and tokens a second by codec (as root on Linux; about 20 minutes)"
 	@echo "make shards          stage 3 over slow links: bytes between hosts and steps, exact and through codecs (as root on Linux; about 12 minutes)"
 	@echo "make plan-accuracy   thinwire plan beside steps at settings it has not seen (as root on Linux; about 15 minutes)"
 	@echo "make redraw          draw the pictures of recorded results again, from their JSON (ARGS=NAME for one)"

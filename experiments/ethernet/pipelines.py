@@ -235,7 +235,7 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("experiments.ethernet.pipelines", "Times pipelines on emulated hosts.", "about 12 minutes")
+    parser = Parser("experiments.ethernet.pipelines", "Times pipelines on emulated hosts.", "about 20 minutes")
     parser.add_argument(
         "--stages", nargs="+", type=positive, default=[2, 4], metavar="N", help="and hosts, of one each"
     )

@@ -296,9 +296,8 @@ def search_meshes(
     """The fastest way to train on each mesh whose ranks hold no more than `memory` bytes, fastest mesh first, or on the
     one of `shape`, (pp, dp, tp).
 
-    Of ways that are as fast to a hundredth the simplest. `int4` between stages, which costs some half a percent of
-    loss, is for `speed_only`. Raises PlanError for a shape that cannot be, and where nothing fits, saying what needs
-    least.
+    Of ways that are as fast to a hundredth the simplest. `int4` between stages, which costs some loss, is for
+    `speed_only`. Raises PlanError for a shape that cannot be, and where nothing fits, saying what needs least.
     """
     require_positive("the memory", memory)
     if shape is not None:
@@ -320,8 +319,7 @@ def search_meshes(
                 cost = replicas(plain)
                 for recompute in (False, True):
                     for wire, eager in several[: None if one.pp > 1 else 1]:
-                        way = replace(plain, recompute=recompute, wire=wire, eager=eager)
-                        found = _predict(job, way, *cost)
+                        found = _predict(job, replace(plain, recompute=recompute, wire=wire, eager=eager), *cost)
                         if least is None or found.memory_bytes < least.memory_bytes:
                             least = found
                         if found.memory_bytes <= memory:
