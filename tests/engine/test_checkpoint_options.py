@@ -128,14 +128,14 @@ def test_without_strictness_what_both_have_is_loaded(comm, tmp_path, precision, 
     engine.save_checkpoint(tmp_path)
     longer = make_engine(comm, settings(1, **precision), model=Longer())
     before = longer.module.head.weight.clone()
-    masters = {one.name: one.tensor.clone() for one in longer.optimizer.saved_slices() if one.kind == "master"}
+    master_weights = {one.name: one.tensor.clone() for one in longer.optimizer.saved_slices() if one.kind == "master"}
     with pytest.raises(CheckpointError, match=r"'head\.weight'"):
         longer.load_checkpoint(tmp_path)
     longer.load_checkpoint(tmp_path, load_module_strict=False, load_optimizer_states=optimizer)
     assert torch.equal(longer.module.head.weight, before)
     for one in longer.optimizer.saved_slices():
         if one.kind == "master" and one.name.startswith("head"):
-            assert torch.equal(one.tensor, masters[one.name])
+            assert torch.equal(one.tensor, master_weights[one.name])
     assert torch.equal(longer.module.layers[1].up.weight, engine.module.layers[1].up.weight)
     # And the other way round: what the model lacks is passed over.
     longer.save_checkpoint(tmp_path / "longer")

@@ -76,7 +76,7 @@ def test_a_model_is_converted_but_for_what_trains() -> None:
     assert model[2].weight.dtype == torch.bfloat16
     assert model[1].running_mean.dtype == torch.bfloat16
     assert model[1].num_batches_tracked.dtype == torch.int64
-    assert model[3].weight.dtype == torch.float32  # masters come from its values, before they are rounded to bf16
+    assert model[3].weight.dtype == torch.float32  # master weights are its values, before they are rounded to bf16
     Precision(None).convert(model, held=set())
     assert model[2].weight.dtype == torch.bfloat16
 

@@ -133,7 +133,7 @@ def layers_are_sharded_apart(comm: Communicator, folder: Path) -> None:
     least = 4 * (2 * numel + of_layers - 20 * comm.size) * (comm.size - 1) / comm.size
     assert least <= engine.optimizer.bytes_sent <= least * 1.1 + 1000 * comm.size * (comm.size > 1)
     owned = sum(one.numel() for one in model.parameters() if one.requires_grad) / comm.size
-    expected_bytes = {"weights": 4 * owned, "masters": 0, "gradients": 4 * owned, "optimizer state": 8 * owned}
+    expected_bytes = {"weights": 4 * owned, "master weights": 0, "gradients": 4 * owned, "optimizer state": 8 * owned}
     assert engine.optimizer.model_state_bytes() == pytest.approx(expected_bytes)
 
     class TiedLayers(Tiny):

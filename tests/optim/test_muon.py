@@ -39,9 +39,9 @@ class Owners:
         self.home = optimizer._home
         self.optimizer = optimizer
         self.nesterov = optimizer.param_groups[0]["nesterov"]
-        self.masters = [one.weights.double() for one in self.home._parameters.masters]
-        self.momenta = [torch.zeros_like(one) for one in self.masters]
-        self.squares = [torch.zeros_like(one) for one in self.masters]
+        self.master_weights = [one.weights.double() for one in self.home._parameters.master_weights]
+        self.momenta = [torch.zeros_like(one) for one in self.master_weights]
+        self.squares = [torch.zeros_like(one) for one in self.master_weights]
         self.steps = 0
 
     def step(self) -> None:
@@ -53,10 +53,10 @@ class Owners:
             self._move(number, average)
 
     def _move(self, number: int, average: Tensor) -> None:
-        masters, momentum, square = self.masters[number], self.momenta[number], self.squares[number]
+        master_weights, momentum, square = self.master_weights[number], self.momenta[number], self.squares[number]
         lr, decay = SETTINGS["lr"], 1 - SETTINGS["lr"] * SETTINGS["weight_decay"]
-        for run in self.home._parameters.masters[number].runs:
-            mean, weight, gradient = (one[run.place] for one in (momentum, masters, average))
+        for run in self.home._parameters.master_weights[number].runs:
+            mean, weight, gradient = (one[run.place] for one in (momentum, master_weights, average))
             if self.home._parameters.buckets[number].layout.whole:
                 shape = self.home.parameters[run.parameter].shape
                 mean.mul_(0.95).add_(gradient, alpha=0.05)
@@ -82,7 +82,7 @@ def test_owners_step_as_muon_and_adamw_in_float64_and_ranks_hold_the_same(codec:
             inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + comm.rank))
             (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
             owners.step()
-        for expected, one in zip(owners.masters, optimizer._home._parameters.masters, strict=True):
+        for expected, one in zip(owners.master_weights, optimizer._home._parameters.master_weights, strict=True):
             gap = (one.weights.double() - expected).abs().max()
             assert gap < 1e-6 * max(1.0, expected.abs().max())
             ahead = (one.weights - one.bucket.shard_of(one.bucket.flat)).abs().max()
@@ -213,7 +213,7 @@ def test_bytes_that_are_sent_and_held(comm: Communicator, dtype: torch.dtype | N
     an_element = (matrices * 2.5 / 8 + rest * 4 / 8) / (matrices + rest) * 3 / 4  # 4 directions: half a bit one way
     assert an_element < (optimizer.bytes_sent - before) / (matrices + rest) < 1.07 * an_element
     held, numel = optimizer.model_state_bytes(), matrices + rest
-    assert held["masters"] == 4 * numel / comm.size
+    assert held["master weights"] == 4 * numel / comm.size
     assert held["optimizer state"] == (4 * matrices + 8 * rest) / comm.size
     assert held["residuals"] == 4 * numel
 

@@ -170,7 +170,7 @@ OFFLOADED = st.sampled_from([(stage, place) for stage in (1, 2, 3) for place in 
 
 @given(OFFLOADED, st.sampled_from(("fp32", "bf16")))
 def test_what_devices_do_not_hold_hosts_do(how: tuple[int, Any], dtype: Any) -> None:
-    """In bf16 no byte is lost or held twice; in fp32 masters lie apart from weights at stages 1 and 2."""
+    """In bf16 no byte is lost or held twice; in fp32 master weights lie apart from weights at stages 1 and 2."""
     stage, place = how
     host = Host(1e12, disk=1e13, disk_rate=1e9)
     cluster, model = replace(ethernet(2, 4), host=host), plain_model(80_000_000)

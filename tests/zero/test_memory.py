@@ -80,7 +80,7 @@ class Holder:
 
 
 def test_any_object_is_walked_and_cycles_end() -> None:
-    assert on_cpu(Holder()) == {"masters": 40, "gradients": 44, "residuals": 12, "other": 7 + 8 + 1}
+    assert on_cpu(Holder()) == {"master weights": 40, "gradients": 44, "residuals": 12, "other": 7 + 8 + 1}
 
 
 @on_threads(3)
@@ -228,8 +228,8 @@ def test_sharded_optimizers_hold_what_the_formula_says(comm: Communicator, stage
 
 def test_the_table() -> None:
     report = MemoryReport(
-        {("weights", "cuda:0"): 2_020_000, ("masters", "cpu"): 1_000_000, ("buffers", "cuda:0"): 4_000},
-        {"weights": 2_000_000.0, "masters": 1_000_000.0, "gradients": 0.0},
+        {("weights", "cuda:0"): 2_020_000, ("master weights", "cpu"): 1_000_000, ("buffers", "cuda:0"): 4_000},
+        {"weights": 2_000_000.0, "master weights": 1_000_000.0, "gradients": 0.0},
     )
     heads, *_, total, verdict = report.table().splitlines()
     assert heads.split() == ["MB", "cpu", "cuda:0", "formula"]

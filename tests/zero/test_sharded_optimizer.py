@@ -56,8 +56,8 @@ def test_16_bit_parameters_follow_fp32_masters_of_the_unrounded_values(dtype: to
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
         if comm.size == 1:
             saved = join([save(comm, optimizer)])
-            masters = [saved.read("master", name, 0, one.numel()) for name, one in model.named_parameters()]
-            assert torch.equal(torch.cat(masters), before)
+            master_weights = [saved.read("master", name, 0, one.numel()) for name, one in model.named_parameters()]
+            assert torch.equal(torch.cat(master_weights), before)
         train(optimizer, model, range(10))
         return weights(model)
 

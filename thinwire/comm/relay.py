@@ -28,7 +28,7 @@ _COUNT, _FIRST = 8, 256
 
 class GenerationCommunicator(TorchCommunicator):
     """Of workers that come and go, over Gloo. `disturbed` says why they have to meet anew, and is empty where they need
-    not: then nothing waits any longer. Nobody holds a roll call: a meeting tells who is left."""
+    not: then nothing waits any longer. No rank holds a roll call: a meeting tells who is left."""
 
     _left: ClassVar[list[tuple[Wiring, list[Pending]]]] = []
     """Wirings that were abandoned, each with what was in flight: their threads look for it 100 times a second."""

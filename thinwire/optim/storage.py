@@ -212,7 +212,7 @@ def fill_masked(parameters: Parameters, values: Tensor, runs: Iterable[Run], val
 
 
 def counted_bytes(
-    weights: Iterable[Tensor], masters: Iterable[Tensor], states: Iterable[Tensor], buckets: Iterable[Bucket]
+    weights: Iterable[Tensor], master_weights: Iterable[Tensor], states: Iterable[Tensor], buckets: Iterable[Bucket]
 ) -> dict[str, float]:
     """Count a rank's bytes by what they are for, as there is no published formula; gradients take what weights do."""
     exchanges = [bucket.compressed for bucket in buckets]
@@ -220,7 +220,7 @@ def counted_bytes(
     of_weights = float(sum(one.nbytes for one in weights))
     return {
         "weights": of_weights,
-        "masters": float(sum(one.nbytes for one in masters)),
+        "master weights": float(sum(one.nbytes for one in master_weights)),
         "gradients": of_weights,
         "residuals": float(sum(one.nbytes for one in residuals)),
         "optimizer state": float(sum(one.nbytes for one in states)),

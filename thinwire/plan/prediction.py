@@ -65,9 +65,9 @@ def _offloaded(setting: Setting, held: dict[str, float]) -> dict[str, float]:
     if place is None:
         return {}
     if setting.workload.element_bytes == _FP32 and setting.method.stage < 3:  # else these are the weights
-        held["masters"] = setting.parameters * _FP32 / setting.cluster.ranks
+        held["master weights"] = setting.parameters * _FP32 / setting.cluster.ranks
     moved = {"memory": 0.0, "disk": 0.0}
-    moved[place] += ranks * (held.pop("masters") + held.pop("optimizer state"))
+    moved[place] += ranks * (held.pop("master weights") + held.pop("optimizer state"))
     if setting.gathers_from_host:
         moved["memory"] += ranks * (held.pop("weights") + held.pop("gradients"))
     return moved
@@ -88,7 +88,7 @@ def _outer_state(setting: Setting) -> dict[str, float]:
         owned += shared / (workers * inside)
         held["outer momentum"] = owned * _FP32
     if workers > 1:
-        held["under way"] = parameters * _FP32 / outer.fragments_of(setting.workload.model)
+        held["in flight"] = parameters * _FP32 / outer.fragments_of(setting.workload.model)
         if outer.codec != "none":
             kept = _FP32 if method.hierarchical else _FP32 / 2
             held["residuals"] = parameters / inside * kept + owned * _FP32
@@ -152,7 +152,7 @@ def _half_sharded(
     shared = 1 / ranks
     each = {
         "weights": float(size),
-        "masters": (0 if size == _FP32 else _FP32) * shared,
+        "master weights": (0 if size == _FP32 else _FP32) * shared,
         "gradients": float(size),
         "optimizer state": float(_FP32),
         "residuals": (size if lanes == 1 else _FP32 / lanes) + _FP32 * shared,

@@ -208,8 +208,8 @@ def model_state_formula(
 ) -> dict[str, float]:
     """Bytes a rank should hold, by category; their sum is the published figure.
 
-    With Ψ parameters on N ranks, bf16 or fp16 with fp32 masters and Adam (Rajbhandari et al. 2020, arXiv 1910.02054,
-    §5): stage 0 16Ψ, 1 4Ψ + 12Ψ/N, 2 2Ψ + 14Ψ/N, 3 16Ψ/N. fp32 parameters, their own
+    With Ψ parameters on N ranks, bf16 or fp16 with fp32 master weights and Adam (Rajbhandari et al. 2020, arXiv
+    1910.02054, §5): stage 0 16Ψ, 1 4Ψ + 12Ψ/N, 2 2Ψ + 14Ψ/N, 3 16Ψ/N. fp32 parameters, their own
     master weights, have 4 + 4 + 8.
 
     Args:
@@ -227,11 +227,11 @@ def model_state_formula(
             f"there is no formula for stage {stage} with parameters of {element_bytes} bytes: stages are 0 to 3, in "
             "fp32, bf16 or fp16"
         )
-    masters = 0 if element_bytes == 4 else 4
+    master_weights = 0 if element_bytes == 4 else 4
     shared = 1 / world_size
     each = {
         "weights": element_bytes * (shared if stage == 3 else 1),
-        "masters": masters * (shared if stage >= 1 else 1),
+        "master weights": master_weights * (shared if stage >= 1 else 1),
         "gradients": (gradient_bytes or element_bytes) * (shared if stage >= 2 else 1),
         "optimizer state": state_bytes * (shared if stage >= 1 else 1),
     }
@@ -263,7 +263,7 @@ def frozen_state_formula(
     shared = 1 / world_size
     each = {
         "weights": element_bytes,
-        "masters": (0 if element_bytes == 4 else 4) * shared,
+        "master weights": (0 if element_bytes == 4 else 4) * shared,
         "gradients": 0,
         "residuals": (4 / lanes if lanes > 1 else element_bytes) + 4 * shared,
         "optimizer state": 1 + momentum_bits / 8 + (4 * shared if fresh_variance else 0),

@@ -254,12 +254,12 @@ class MasterWeights:
         return weights.pin_memory() if self._pin_memory else weights
 
 
-def bring_beside(masters: Sequence[MasterWeights], values: Sequence[Tensor]) -> list[Tensor]:
-    """`values`, fp32 like each of `masters`' weights, where those are: for weights that are offloaded copies, which the
+def bring_beside(master_weights: Sequence[MasterWeights], values: Sequence[Tensor]) -> list[Tensor]:
+    """`values`, fp32 like each of `master_weights`, where those are: for weights that are offloaded copies, which the
     next call for them overwrites. All leave before the host waits, once."""
-    brought = [one.start_bringing(of_one) for one, of_one in zip(masters, values, strict=True)]
-    if any(one.offloaded for one in masters):
-        torch.accelerator.current_stream(masters[0].bucket.flat.device).synchronize()
+    brought = [one.start_bringing(of_one) for one, of_one in zip(master_weights, values, strict=True)]
+    if any(one.offloaded for one in master_weights):
+        torch.accelerator.current_stream(master_weights[0].bucket.flat.device).synchronize()
     return brought
 
 
@@ -296,12 +296,12 @@ class ShardedParameters:
         self.saved_nodes = None if self.links is None else list(self.nodes.node_of)
         self.exchange_comm = comm.duplicate() if self.links is None else self.links.number_by_lane(comm)
         self.buckets: list[FlatBucket] = []
-        self.masters: list[MasterWeights] = []
+        self.master_weights: list[MasterWeights] = []
         self.gate: WeightGate | None = None
         self.gated: set[int] = set()
         for index, (layout, dtype) in enumerate(self.order.partition(comm.size, sharding)):
             self.buckets.append(FlatBucket(self, index, layout, dtype))
-            self.masters.append(MasterWeights(self.buckets[-1], sharding))
+            self.master_weights.append(MasterWeights(self.buckets[-1], sharding))
         for one in gathered:
             one.reset_sharded_param()  # to gather from where the parts lie now
         self.shares = [] if self.replica is None else [self.replica.share(one.parameters[0]) for one in self.buckets]
@@ -354,7 +354,7 @@ class ShardedParameters:
         waits = []
         for number in reversed(list(buckets)):
             move(number)
-            waits.append((number, self.masters[number].publish()))
+            waits.append((number, self.master_weights[number].publish()))
             if self.sharding.disk is not None and len(waits) > 1:  # what leaves is a copy, and memory is short
                 waits.pop(0)[1]()
         for number, wait in waits:
@@ -366,7 +366,7 @@ class ShardedParameters:
     @torch.no_grad()
     def take_over_written(self) -> None:
         """Take over into master weights what was written into parameters, alike on every rank."""
-        for one in self.masters:
+        for one in self.master_weights:
             if written := one.bucket.take_written():
                 one.take_over({slot.parameter for slot in written})
 
@@ -381,18 +381,18 @@ class ShardedParameters:
         """Weights and master weights of this rank's shards."""
         self.wait_for_weights()
         self.take_over_written()
-        return [saved_slice for masters in self.masters for saved_slice in masters.saved_slices(self.names)]
+        return [saved_slice for one in self.master_weights for saved_slice in one.saved_slices(self.names)]
 
     @torch.no_grad()
     def load_weights(self, source: SliceSource) -> None:
         """Take over the weights, whatever optimizer they were trained with. Raises KeyError for one not saved."""
         self.wait_for_weights()
-        for one in self.masters:
+        for one in self.master_weights:
             bucket = one.bucket
             dtype = None if one.ahead else bucket.dtype  # else what fp32 parameters were behind of
             for slot in bucket.layout.slots:
                 values = read_weight(source, dtype, self.names[slot.parameter], 0, slot.numel)
                 bucket.view(bucket.flat, slot).view(-1).copy_(values)
-        for masters in self.masters:
-            masters.load(source, self.names)
+        for master_weights in self.master_weights:
+            master_weights.load(source, self.names)
         self.accept_written()

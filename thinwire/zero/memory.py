@@ -30,11 +30,11 @@ def with_subclasses(kinds: Iterable[type]) -> set[type]:
 
 
 # A storage that is reached in several ways belongs to the first of these that it was reached as.
-CATEGORIES = ("weights", "buffers", "masters", "gradients", "residuals", "optimizer state", "other")
+CATEGORIES = ("weights", "buffers", "master weights", "gradients", "residuals", "optimizer state", "other")
 
 # What the name of an attribute or a key says about the tensors below it.
 _HINTS = {
-    "master": "masters",
+    "master": "master weights",
     "grad": "gradients",
     "residual": "residuals",
     "state": "optimizer state",
@@ -43,7 +43,7 @@ _HINTS = {
     "denominator": "optimizer state",
     "codes": "optimizer state",
     "ranges": "optimizer state",
-    "param_groups": "masters",
+    "param_groups": "master weights",
 }
 
 _LEAVES = (
@@ -70,7 +70,7 @@ _LEAVES = (
 
 
 def live_tensor_bytes(*roots: Any) -> dict[tuple[str, str], int]:
-    """Bytes of the tensors that `roots` hold, by (category, device), as in `("masters", "cuda:0")`.
+    """Bytes of the tensors that `roots` hold, by (category, device), as in `("master weights", "cuda:0")`.
 
     Follows attributes, containers, `.grad`, optimizers' state and the parts of tensor subclasses; not functions,
     classes, communicators or their collectives in flight. Every storage counts once and whole, however many views and

@@ -182,11 +182,12 @@ class _ElementwiseHome(ShardedHome):
         groups, group_of = parameters.groups, parameters.order.group_of
         build = ShardOptimizer if disk is None else partial(ShardOptimizerOnDisk, disk=disk, names=self.names)
         self.optimizers = [
-            build(one.runs, one.views, groups, group_of, optimizer_class, one.bucket) for one in parameters.masters
+            build(kept.runs, kept.views, groups, group_of, optimizer_class, kept.bucket)
+            for kept in parameters.master_weights
         ]
         if disk is not None:
             disk.begin()
-            for one, kept in zip(self.optimizers, parameters.masters, strict=True):
+            for one, kept in zip(self.optimizers, parameters.master_weights, strict=True):
                 assert isinstance(one, ShardOptimizerOnDisk)
                 initial, kept.moved_out = kept.bucket.take_initial(), one
                 one.begin(None if initial is None else [initial[run.place] for run in kept.runs])
@@ -218,7 +219,7 @@ class _ElementwiseHome(ShardedHome):
             filled = [number for number, gradients in enumerate(self.gradients) if gradients.filled]
 
             def move(number: int) -> None:
-                kept = self._parameters.masters[number]
+                kept = self._parameters.master_weights[number]
                 if not kept.runs:
                     return
                 average = self.gradients[number].take_average()
@@ -251,7 +252,7 @@ class _ElementwiseHome(ShardedHome):
         replicas = [one.flat for one in self._parameters.buckets]
         owned = self._parameters.sharding.stage > 0
         if not compare_replicas(self.comm, replicas, self.steps, "repair", "their owners'" if owned else "rank 0's"):
-            for one in self._parameters.masters:
+            for one in self._parameters.master_weights:
                 if not owned:
                     broadcast_from_rank_0(self.comm, [one.weights])
                 one.publish(exactly=True)()
@@ -292,8 +293,8 @@ class _ElementwiseHome(ShardedHome):
             rounded.ranks_with_residuals(self.rounded, source, self._parameters)
 
     def _state_slices(self) -> list[SavedSlice]:
-        pairs = zip(self.optimizers, self._parameters.masters, strict=True)
-        return [found for one, masters in pairs for found in one.saved_slices(self.names, masters.own_cuts())]
+        pairs = zip(self.optimizers, self._parameters.master_weights, strict=True)
+        return [found for one, kept in pairs for found in one.saved_slices(self.names, kept.own_cuts())]
 
     @override
     def load(self, source: SliceSource) -> None:
@@ -321,7 +322,7 @@ class _ElementwiseHome(ShardedHome):
         if any(one.layout.whole for one in self._parameters.buckets):  # other kinds of state, and unequal shares
             found["optimizer state"] = float(sum(one.state_bytes() for one in self.optimizers))
         if self.disk is not None:
-            found |= {"masters": 0.0, "optimizer state": 0.0}
+            found |= {"master weights": 0.0, "optimizer state": 0.0}
             found |= {} if self._keeps_gradients else {"gradients": 0.0}
         return found | rounded.bytes_of_rounding(self.rounded, self._parameters)
 

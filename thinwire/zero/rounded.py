@@ -229,7 +229,7 @@ def rounded_gradients(
     if sharding.codecs is None:
         return []
     found, compiled = [], False
-    for one in parameters.masters:
+    for one in parameters.master_weights:
         bucket, names = one.bucket, sharding.codecs_of(one.bucket.layout)
         assert names is not None
         there, back = (make_codec(name, bucket.layout.block_size) for name in names)
@@ -271,13 +271,13 @@ def bytes_of_rounding(gradients: Sequence[RoundedGradients], parameters: Sharded
     if not gradients:
         return {}
     added = residuals = weights = 0
-    for one, of_bucket in zip(gradients, parameters.masters, strict=True):
+    for one, of_bucket in zip(gradients, parameters.master_weights, strict=True):
         exchange = one.exchange
         added += one.gathering_bytes()
         for residual in (exchange.worker_residual, exchange.owner_residual):
             residuals += 0 if residual is None else residual.nbytes
         weights += of_bucket.weights.nbytes if of_bucket.separate else 0
-    return {"gradients": float(added), "residuals": float(residuals), "masters": float(weights)}
+    return {"gradients": float(added), "residuals": float(residuals), "master weights": float(weights)}
 
 
 # Checkpoints

@@ -297,7 +297,7 @@ def state_of_slices(values: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def read_weight(source: SliceSource, dtype: torch.dtype | None, name: str, start: int, numel: int) -> Tensor:
-    """A parameter's saved values for use in `dtype`: the masters' where fp32 is wanted and there are masters."""
+    """A parameter's saved values for use in `dtype`: of its master weights, if there are, where fp32 is wanted."""
     if dtype == torch.float32:
         try:
             return source.read("master", name, start, numel)

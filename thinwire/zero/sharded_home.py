@@ -64,18 +64,19 @@ class BucketParameterState(ParameterState):
         self.check_weights()
         self._parameters.wait_for_weights()
         index = self._bucket_of(number)
-        masters = self._parameters.masters[index]
-        if written := masters.bucket.take_written():
-            masters.take_over({slot.parameter for slot in written})
+        master_weights = self._parameters.master_weights[index]
+        if written := master_weights.bucket.take_written():
+            master_weights.take_over({slot.parameter for slot in written})
             self.weights_rewritten(index)
-        return Held(own_fragments(masters, number, masters.views), masters.whole)
+        return Held(own_fragments(master_weights, number, master_weights.views), master_weights.whole)
 
     @override
     def after_writing_weights(self, number: int, value: Tensor | None) -> None:
         assert value is not None, "a bucket's weights are written whole, on every rank"
         index = self._bucket_of(number)
         self.parameter(number).copy_(value)
-        self._parameters.masters[index].bucket.take_written()  # the master weight has more than the parameter shows
+        # The master weight has more than the parameter shows.
+        self._parameters.master_weights[index].bucket.take_written()
         self.weights_rewritten(index)
 
     @override
@@ -111,11 +112,11 @@ class BucketParameterState(ParameterState):
         )
 
 
-def own_fragments(masters: MasterWeights, number: int, values: Sequence[Tensor | None]) -> list[Fragment]:
-    """What a rank keeps of a parameter; `values`: of each of the masters' runs, None where there are none."""
+def own_fragments(master_weights: MasterWeights, number: int, values: Sequence[Tensor | None]) -> list[Fragment]:
+    """What a rank keeps of a parameter; `values`: of each of the master weights' runs, None where there are none."""
     return [
         Fragment(run.start, one)
-        for run, one in zip(masters.runs, values, strict=True)
+        for run, one in zip(master_weights.runs, values, strict=True)
         if run.parameter == number and one is not None
     ]
 

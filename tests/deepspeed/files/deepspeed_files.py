@@ -154,8 +154,8 @@ def write_unsharded(
     path.mkdir(parents=True)
     optimizer: dict[str, Any] = trained.optimizer.state_dict()
     if dtype != torch.float32:
-        masters = [[trained.master(name).clone() for name in group] for group in trained.groups]
-        held: dict[str, Any] = {"fp32_groups": masters}
+        master_weights = [[trained.master(name).clone() for name in group] for group in trained.groups]
+        held: dict[str, Any] = {"fp32_groups": master_weights}
         if flat:
             held = {"fp32_groups_flat": [trained.flat("fp32", group) for group in trained.groups]}
             state = {

@@ -33,13 +33,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
         for step in range(2):
             train(engine, [step])
             engine.save_checkpoint(folder)
-        masters = [one for one in engine.optimizer.saved_slices() if one.kind == "master"]
-        return {name: one.float() for name, one in engine.module.state_dict().items()}, masters
+        master_weights = [one for one in engine.optimizer.saved_slices() if one.kind == "master"]
+        return {name: one.float() for name, one in engine.module.state_dict().items()}, master_weights
 
     results = threads.run(body, 2)
     values = results[0][0]
-    for _, masters in results:
-        for one in masters:
+    for _, master_weights in results:
+        for one in master_weights:
             values[one.name].view(-1)[one.start : one.start + one.tensor.numel()] = one.tensor
     values["unmix.weight"] = values["mix.weight"]
     return folder, values

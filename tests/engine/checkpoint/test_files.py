@@ -147,12 +147,12 @@ class TiedModel(nn.Module):
         self.normalisation.running_mean = torch.randn(6)
 
 
-def save_model(folder: Path, model: nn.Module, size: int, tied: dict[str, str], masters: bool = False) -> None:
-    """Save a model's values, every parameter cut in `size` runs; with masters, the weights are rounded to bfloat16."""
-    weight_dtype = torch.bfloat16 if masters else torch.float32
+def save_model(folder: Path, model: nn.Module, size: int, tied: dict[str, str], master_weights: bool = False) -> None:
+    """Save a model's values, every parameter cut in `size` runs; with master weights, the weights are in bfloat16."""
+    weight_dtype = torch.bfloat16 if master_weights else torch.float32
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     description = ModelDescription.of((name, one.to(weight_dtype)) for name, one in parameters.items())
-    kinds = {"weight": weight_dtype} | ({"master": torch.float32} if masters else {})
+    kinds = {"weight": weight_dtype} | ({"master": torch.float32} if master_weights else {})
 
     def work(comm: Communicator) -> None:
         slices = []
@@ -174,10 +174,10 @@ def export(folder: Path, output: Path, dtype: torch.dtype | None = None, tied: b
 TIED = {"head.weight": "embedding.weight"}
 
 
-@pytest.mark.parametrize("masters", [False, True])
-def test_safetensors_loads_a_tied_model(tmp_path: Path, masters: bool) -> None:
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_safetensors_loads_a_tied_model(tmp_path: Path, master_weights: bool) -> None:
     model, other = TiedModel(), TiedModel()
-    save_model(tmp_path / "in", model, 3, TIED, masters)
+    save_model(tmp_path / "in", model, 3, TIED, master_weights)
     path = export(tmp_path / "in", tmp_path / "out")
     assert load_model(other, path) == (set(), [])
     assert other.head.weight is other.embedding.weight
@@ -198,7 +198,7 @@ def test_tied_writes_every_name_for_a_strict_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_floating_point_values_are_converted(tmp_path: Path, dtype: torch.dtype) -> None:
     model = TiedModel()
-    save_model(tmp_path / "in", model, 2, TIED, masters=True)
+    save_model(tmp_path / "in", model, 2, TIED, master_weights=True)
     exported = load_file(export(tmp_path / "in", tmp_path / "out", dtype))
     for name, tensor in exported.items():
         mine = model.state_dict()[name]
@@ -230,7 +230,7 @@ def test_hugging_face_loads_it(tmp_path: Path) -> None:
     config = transformers.BertConfig(vocab_size=37, max_position_embeddings=20, **sizes)
     model = transformers.BertForMaskedLM(config).eval()
     config.save_pretrained(tmp_path / "config")
-    save_model(tmp_path / "in", model, 3, {}, masters=True)
+    save_model(tmp_path / "in", model, 3, {}, master_weights=True)
     with opened(tmp_path / "in") as checkpoint:
         export_weights(checkpoint, tmp_path / "out", config=tmp_path / "config" / "config.json")
     other, report = transformers.BertForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)

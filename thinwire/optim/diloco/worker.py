@@ -168,7 +168,7 @@ class Worker:
         held = float(
             sum(getattr(one, "nbytes", 0) for entry in self.optimizer.state.values() for one in entry.values())
         )
-        return {"weights": 4.0 * numel, "masters": 0.0, "gradients": 4.0 * numel, "optimizer state": held}
+        return {"weights": 4.0 * numel, "master weights": 0.0, "gradients": 4.0 * numel, "optimizer state": held}
 
     @property
     def bytes_inside(self) -> int:

@@ -287,9 +287,9 @@ class ReplicatedHome(AlgorithmHome):
         """Once frozen what is held."""
         if self.frozen:
             entries = [(name, one) for state in self.torch_state().values() for name, one in state.items()]
-            masters = [one for name, one in entries if name == "master"]
+            master_weights = [one for name, one in entries if name == "master"]
             states = [one for name, one in entries if name != "master"]
-            return counted_bytes(self.parameters, masters, states, self._layout.buckets)
+            return counted_bytes(self.parameters, master_weights, states, self._layout.buckets)
         state = 4 * len(self._recipe.algorithm().state)
         numel = sum(parameter.numel() for parameter in self.parameters if parameter.requires_grad)
         size = self.parameters[0].element_size()

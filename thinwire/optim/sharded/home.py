@@ -120,8 +120,8 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
         elif group.send is Send.EXACT:
             if not self._storage.shards:
                 square = torch.zeros((), dtype=torch.float64, device=self._parameters.device)
-                for bucket, masters in zip(group.buckets, self._parameters.masters, strict=True):
-                    own = bucket.exchange.payload[masters.held]
+                for bucket, master_weights in zip(group.buckets, self._parameters.master_weights, strict=True):
+                    own = bucket.exchange.payload[master_weights.held]
                     own_square = torch.linalg.vector_norm(own, dtype=torch.float32).double().square()
                     square += own_square if self.replica is None else own_square * self._parameters.shares[bucket.index]
                 self._parameters.exchange_comm.all_reduce(square)
@@ -232,7 +232,7 @@ class AlgorithmShardedHome(AlgorithmHome, ShardedHome):
                 "load it at stage 0"
             )
         super().check(source, self._parameters.saved_nodes)
-        for one in self._parameters.masters if "weight" not in source.kinds() else ():
+        for one in self._parameters.master_weights if "weight" not in source.kinds() else ():
             for run in one.runs if one.separate else ():
                 check_saved(source, "master", self.names[run.parameter])
 
@@ -314,12 +314,12 @@ class _State(BucketParameterState):
     @override
     def state_in(self, bucket: int, number: int, kind: str) -> Held:
         self._group.check_plain(kind)
-        kept, masters = self._group.buckets[bucket], self._parameters.masters[bucket]
+        kept, master_weights = self._group.buckets[bucket], self._parameters.master_weights[bucket]
         if kind in kept.whole_state:
-            return of_whole_bucket(masters.bucket, number, kept.whole_state[kind])
+            return of_whole_bucket(master_weights.bucket, number, kept.whole_state[kind])
         values = kept.state.get(kind)
-        views = [None if values is None else values[run.place] for run in masters.runs]
-        return Held(own_fragments(masters, number, views), everywhere=False, known=values is not None)
+        views = [None if values is None else values[run.place] for run in master_weights.runs]
+        return Held(own_fragments(master_weights, number, views), everywhere=False, known=values is not None)
 
     @override
     def kinds(self) -> list[str]:
@@ -327,11 +327,11 @@ class _State(BucketParameterState):
 
 
 def _load_weights_of(parameters: ShardedParameters, source: SliceSource) -> None:
-    """Take the weights over where they were saved; else the parameters have them, and the source the masters."""
+    """Take the weights over where they were saved; else the parameters have them, and the source the master weights."""
     if "weight" in source.kinds():
         parameters.load_weights(source)
         return
-    for one in parameters.masters:
+    for one in parameters.master_weights:
         for run, view in zip(one.runs, one.views, strict=True) if one.separate else ():
             view.copy_(source.read("master", parameters.names[run.parameter], run.start, run.numel))
     parameters.accept_written()

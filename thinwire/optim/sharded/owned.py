@@ -41,7 +41,7 @@ class OwnedStorage(Storage):
         self._comm = sharded.comm
         self._options = options
         self._published = shared.algorithm.published if isinstance(shared.algorithm, LocalSteps) else ()
-        self._common_weights = [_CommonWeights(master_weights) for master_weights in sharded.masters]
+        self._common_weights = [_CommonWeights(master_weights) for master_weights in sharded.master_weights]
         super().__init__(shared, {one.index: one.layout for one in sharded.buckets})
 
     @override

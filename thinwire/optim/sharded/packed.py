@@ -56,11 +56,11 @@ class PackedStorage(Storage):
     @override
     def _make_bucket(self, index: int, layout: BucketLayout) -> PackedBucket:
         state = {name: self.new_state(name, index, layout) for name in self._algorithm.state}
-        return PackedBucket(self._sharded.masters[index], self.shared, state)
+        return PackedBucket(self._sharded.master_weights[index], self.shared, state)
 
     @override
     def new_state(self, name: str, bucket: int, layout: BucketLayout) -> Tensor:
-        master_weights = self._sharded.masters[bucket]
+        master_weights = self._sharded.master_weights[bucket]
         beside = master_weights.weights if name in self._algorithm.state else master_weights.bucket.flat
         return torch.zeros(layout.shard, device=beside.device)
 
