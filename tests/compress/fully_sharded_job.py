@@ -57,7 +57,7 @@ def through(codec: str, values: Tensor) -> Tensor:
     """What the codec makes of each row, in float64."""
     if codec == "none":
         return values
-    block = 256 if codec == "int4" else 2048
+    block = 64 if codec == "int4" else 2048
     padded = torch.zeros(len(values), -(-values.shape[1] // block) * block, dtype=torch.float64)
     padded[:, : values.shape[1]] = values
     blocks = padded.view(-1, block)

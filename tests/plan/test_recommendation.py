@@ -207,16 +207,17 @@ def test_what_shards_cannot_be(given: Any) -> None:
 
 
 def test_stage_3_through_codecs_sends_what_zero_plus_plus_does() -> None:
-    """0.75 of 3 parameters between many nodes, of 16 bits; with 4-bit differences 0.5; alike where steps accumulate."""
+    """Between many nodes 8 and 4.5 bits of three times 16, as scales of int4 take half a bit; with 4-bit differences 4.5
+    twice; alike where steps accumulate."""
     cluster = ethernet(64, 8)
     for accumulation in (1, 3):
         workload = Workload(plain_model(10**10), 1.0, 2.0, accumulation, dtype="bf16")
         many = Method("sharded-adam", 3)
         exact = predict(workload, cluster, many).average.bytes_between
-        for weights, elements in (("int8", 0.5), ("int4", 0.25)):
+        for weights, bits in (("int8", 8), ("int4", 4.5)):
             method = replace(many, hierarchical=True, weights=weights, gradients="int4")  # type: ignore[arg-type]
             sent = predict(workload, cluster, method)
-            share = (elements + 0.25 * accumulation) / (3 * accumulation)
+            share = (bits + 4.5 * accumulation) / (48 * accumulation)
             assert sent.average.bytes_between / exact == pytest.approx(share, rel=0.03)
             assert not keeps_the_loss(method)
 

@@ -18,7 +18,7 @@ from thinwire.comm.agreement import check_same_on_every_rank, on_every_rank
 from thinwire.comm.collectives import Traffic
 from thinwire.comm.traffic import sent_bytes
 from thinwire.compress.codecs import Codec, make_codec
-from thinwire.compress.packet_layout import MemorylessCodec, shard_numel
+from thinwire.compress.packet_layout import MemorylessCodec, shard_numel, sharded_block
 
 # torch 2.13 renamed both and warns at the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -253,7 +253,7 @@ def fsdp_hooks(
         on_every_rank(whole, lambda: _check(weights, gradients, node_size, whole.size), "take codecs", (ValueError,))
         check_same_on_every_rank(whole, [], [], asked)
         ranks = _Ranks(whole, node_size, hooks)
-    codecs = [None if one is None else make_codec(one) for one in (weights, gradients)]
+    codecs = [None if one is None else make_codec(one, sharded_block(one)) for one in (weights, gradients)]
     through_copy = weights is not None or node_size > 1
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):

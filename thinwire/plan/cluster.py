@@ -252,10 +252,10 @@ CAST_BYTES = 12  # fp32 to 16 bits and back
 _DIRECTIONS_BYTES = 28  # six products with their bases, and the difference
 
 
-def to_owners(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
+def to_owners(cluster: Cluster, elements: int, codec: CodecName, block: int = DEFAULT_BLOCK_SIZE) -> Cost:
     """The first leg of the exchange of all ranks: packets to the owners, who average them."""
     shard = shard_numel(elements, cluster.ranks, DEFAULT_BLOCK_SIZE)
-    cost = everywhere(cluster, "all_to_all", cluster.ranks * codec_packet_bytes(codec, shard))
+    cost = everywhere(cluster, "all_to_all", cluster.ranks * codec_packet_bytes(codec, shard, block))
     return cost + Cost(_averaging_seconds(cluster.processor, codec, elements, shard, cluster.ranks))
 
 
@@ -267,10 +267,10 @@ def directions_to_owners(cluster: Cluster, elements: int, numbers: int, *, by_no
     return passes + everywhere(cluster, "all_to_all", 2 * numbers)
 
 
-def from_owners(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
+def from_owners(cluster: Cluster, elements: int, codec: CodecName, block: int = DEFAULT_BLOCK_SIZE) -> Cost:
     """The second: what owners have goes to everybody."""
     shard = shard_numel(elements, cluster.ranks, DEFAULT_BLOCK_SIZE)
-    cost = everywhere(cluster, "all_gather", codec_packet_bytes(codec, shard))
+    cost = everywhere(cluster, "all_gather", codec_packet_bytes(codec, shard, block))
     return cost + Cost(_spreading_seconds(cluster.processor, codec, elements, shard))
 
 
@@ -279,10 +279,12 @@ def two_legs(cluster: Cluster, elements: int, codec: CodecName) -> Cost:
     return to_owners(cluster, elements, codec) + from_owners(cluster, elements, codec)
 
 
-def to_owners_by_node(cluster: Cluster, elements: int, codec: CodecName, size: int = 4) -> Cost:
+def to_owners_by_node(
+    cluster: Cluster, elements: int, codec: CodecName, size: int = 4, block: int = DEFAULT_BLOCK_SIZE
+) -> Cost:
     """The first leg by node: exact sums inside it, to which ranks send elements of `size` bytes, and between the nodes
     each rank's lane of them through the codec."""
-    lane, shard, packet = _lane(cluster, elements, codec)
+    lane, shard, packet = _lane(cluster, elements, codec, block)
     cost = inside_nodes(cluster, "all_to_all", size * lane * cluster.ranks_per_node)
     cost += _between_nodes(cluster, "all_to_all", cluster.nodes * packet)
     sums = lane * cluster.ranks_per_node * _SUM_BYTES / cluster.processor.memory
@@ -301,12 +303,14 @@ def gather_by_node(cluster: Cluster, nbytes: int) -> Cost:
     return between + inside_nodes(cluster, "all_gather", cluster.nodes * nbytes)
 
 
-def copies_refreshed(cluster: Cluster, elements: int, codec: CodecName | None, size: int) -> Cost:
+def copies_refreshed(
+    cluster: Cluster, elements: int, codec: CodecName | None, size: int, block: int = DEFAULT_BLOCK_SIZE
+) -> Cost:
     """What each rank owns to its number in every node, through a codec or in elements of `size` bytes."""
     lane, shard, _ = _lane(cluster, elements, "none")
     if codec is None:
         return _between_nodes(cluster, "all_gather", size * shard)
-    between = _between_nodes(cluster, "all_gather", codec_packet_bytes(codec, shard))
+    between = _between_nodes(cluster, "all_gather", codec_packet_bytes(codec, shard, block))
     return between + Cost(_spreading_seconds(cluster.processor, codec, lane, shard))
 
 
@@ -315,10 +319,10 @@ def hierarchical_exchange(cluster: Cluster, elements: int, codec: CodecName) -> 
     return to_owners_by_node(cluster, elements, codec) + from_owners_by_node(cluster, elements, codec)
 
 
-def _lane(cluster: Cluster, elements: int, codec: CodecName) -> tuple[int, int, int]:
+def _lane(cluster: Cluster, elements: int, codec: CodecName, block: int = DEFAULT_BLOCK_SIZE) -> tuple[int, int, int]:
     """Elements of a rank's part of its node's sum, those of an owner's shard of it, and the bytes of one's packet."""
     shard = shard_numel(elements, cluster.ranks, DEFAULT_BLOCK_SIZE)
-    return shard * cluster.nodes, shard, codec_packet_bytes(codec, shard)
+    return shard * cluster.nodes, shard, codec_packet_bytes(codec, shard, block)
 
 
 def _averaging_seconds(processor: Processor, codec: CodecName, elements: int, shard: int, owners: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName, shard_numel
+from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName, shard_numel, sharded_block
 from thinwire.plan.cluster import (
     CAST_BYTES,
     NO_BUCKETS,
@@ -238,11 +238,12 @@ def _gathers(setting: Setting) -> tuple[Buckets, Buckets]:
         if method.hierarchical:
             return inside_nodes(cluster, "all_gather", cluster.nodes * shard * size)
         if method.weights is not None:
-            return fetched + from_owners(cluster, elements, method.weights)
+            return fetched + from_owners(cluster, elements, method.weights, sharded_block(method.weights))
         return fetched + everywhere(cluster, "all_gather", shard * size)
 
     def refresh(elements: int) -> Cost:
-        return copies_refreshed(cluster, elements, method.weights, size) * (1 / setting.workload.accumulation)
+        block = sharded_block(method.weights)
+        return copies_refreshed(cluster, elements, method.weights, size, block) * (1 / setting.workload.accumulation)
 
     gathers = setting.in_sharded_buckets(size, gather)
     return (gathers + setting.in_sharded_buckets(size, refresh) if method.hierarchical else gathers), gathers
@@ -251,12 +252,13 @@ def _gathers(setting: Setting) -> tuple[Buckets, Buckets]:
 def _reduced(setting: Setting) -> Buckets:
     """Stage 3's of gradients: by node exact sums inside, then codecs; without one torch's reduce-scatter, which sends
     what a gather does."""
-    codec, size = setting.method.gradients, setting.workload.element_bytes
+    codec, size, cluster = setting.method.gradients, setting.workload.element_bytes, setting.cluster
     if codec is None:
         return replace(setting, method=Method(SHARDED_ADAM, 3)).gathered(size)
+    block = sharded_block(codec)
     if setting.method.hierarchical:
-        return setting.in_sharded_buckets(size, lambda one: to_owners_by_node(setting.cluster, one, codec, size))
-    return setting.in_sharded_buckets(size, lambda one: to_owners(setting.cluster, one, codec))
+        return setting.in_sharded_buckets(size, lambda one: to_owners_by_node(cluster, one, codec, size, block))
+    return setting.in_sharded_buckets(size, lambda one: to_owners(cluster, one, codec, block))
 
 
 def _sharded_step(setting: Setting, share: float, name: str, *, warm: bool = False) -> Phase:
@@ -321,10 +323,9 @@ def _muon(setting: Setting) -> list[Phase]:
 
     # Of shards, at every stage.
     update = replace(setting, method=replace(setting.method, stage=1, hierarchical=False)).muon_seconds
-    there, back = (to_owners, from_owners)
-    if by_node:
-        there, back = (to_owners_by_node, from_owners_by_node)
-    return [Phase("every step", 1.0, in_buckets(there, directions), update, in_buckets(back).total)]
+    there = in_buckets(to_owners_by_node if by_node else to_owners, directions)
+    back = in_buckets(from_owners_by_node if by_node else from_owners).total
+    return [Phase("every step", 1.0, there, update, back)]
 
 
 def _local_steps(setting: Setting) -> list[Phase]:
