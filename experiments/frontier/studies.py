@@ -125,22 +125,22 @@ _PARTS: tuple[dict[str, Any], ...] = (
     {},
     {"outer_lr": "auto"},
     {"mix": "carry"},
-    {"touch": 0.001},
     {"touch": 0.005},
     _SHARED,
     _MOMENTS,
     _MEAN,
-    {**_MEAN, "touch": 0.005},
     {**_MEAN, **_SHARED},
-    {**_MEAN, **_SHARED, "touch": 0.005},
-    {**_MEAN, **_SHARED, "touch": 0.05},
+    {**_MEAN, "touch": 0.01},
+    {**_MEAN, "touch": 0.09},
     {**_MEAN, "touch": 1},  # all of the weights: no interval is left
 )
 _MUON_PARTS: tuple[dict[str, Any], ...] = (
     _MEAN,
-    {**_MEAN, "touch": 0.005},
     {**_MEAN, "share": {"momentum_buffer": 1}},
-    {**_MEAN, "share": {"momentum_buffer": 1}, "touch": 0.005},
+    {**_MEAN, "touch": 0.01},
+    {**_MEAN, "touch": 0.03},
+    {**_MEAN, "touch": 0.09},
+    {**_MEAN, "share": {"momentum_buffer": 1}, "touch": 0.055},
 )
 
 
@@ -149,7 +149,7 @@ def _parts(workers: int) -> tuple[Question, ...]:
     of_qhadamw = _variants("diloco", *({"inner": "QHAdamW", **one} for one in ({}, _MEAN, {**_MEAN, **_SHARED})))
     return (
         Question("text", workers, (2.5e-3, 5e-3), _variants("diloco", *_PARTS), all_seeds=True),
-        Question("text", workers, (5e-3, 1e-2), _variants("diloco-muon", *_MUON_PARTS)),
+        Question("text", workers, (5e-3, 1e-2), _variants("diloco-muon", *_MUON_PARTS), all_seeds=True),
         Question("text", workers, (1.25e-3, 2.5e-3, 5e-3), of_qhadamw),
     )
 

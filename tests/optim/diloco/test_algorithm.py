@@ -141,18 +141,23 @@ SPOILS: dict[str, dict[tuple[int, int], float]] = {
 }
 
 
+@pytest.mark.parametrize(("codec", "error"), [("none", 0.0), ("int8", 1 / 127), ("int4", 1 / 7), ("stat2", 1 / 7)])
 @pytest.mark.parametrize(("workers", "nodes"), [(2, None), (3, None), (3, [0, 1, 1])])
-def test_touched_weights_become_the_mean_of_what_they_were_a_step_before(workers: int, nodes: list[int] | None) -> None:
-    """Each once in as many steps as `touch` takes for all; differences from the outer weights travel in bf16."""
-    turns = 9
+def test_touched_weights_become_the_mean_of_what_they_were_a_step_before(
+    workers: int, nodes: list[int] | None, codec: str, error: float
+) -> None:
+    """Each once in as many steps as `touch` takes for all. What a codec loses of the way from the outer weights, which
+    are zero here, at most half of `error` times its largest in both directions, stays where it is."""
+    turns, numel = 9, 64 * 63 + 64
 
     def body(comm: Communicator) -> list[Tensor]:
-        model = nn.Linear(50, 20).requires_grad_(True)
+        model = nn.Linear(63, 64).requires_grad_(True)
         worker = comm.rank if nodes is None else nodes[comm.rank]
-        draws, found = torch.Generator().manual_seed(worker), [torch.zeros(1020)]
+        draws, found = torch.Generator().manual_seed(worker), [torch.zeros(numel)]
         for one in model.parameters():
             one.data.zero_()
-        optimizer = make(comm, model, lr=1.0, every=1000, touch=2 / 17, nodes="flat" if nodes is None else nodes)
+        options = {"codec": codec, "touch": 2 / 17, "nodes": "flat" if nodes is None else nodes}
+        optimizer = make(comm, model, lr=1.0, every=1000, **options)
         for step in range(2 * turns + 1):
             for one in model.parameters():
                 one.grad = torch.randn(one.shape, generator=draws) * (step < turns)
@@ -161,16 +166,17 @@ def test_touched_weights_become_the_mean_of_what_they_were_a_step_before(workers
         return found
 
     ran = [one for rank, one in enumerate(threads.run(body, workers)) if nodes is None or rank < 2]
-    taken = torch.zeros(1020)
+    taken = torch.zeros(numel)
     for step in range(turns, 2 * turns):
         before, after = (torch.stack([one[at] for one in ran]).double() for at in (step, step + 1))
         touched = (before != after).any(0)
         taken += touched
-        sent = before.bfloat16().double()
-        torch.testing.assert_close(after, before + touched * (sent.mean(0) - sent), rtol=1e-6, atol=1e-6)
+        most = error * before.abs().max() + 4e-6
+        torch.testing.assert_close(after[:, touched], before.mean(0)[touched].expand(len(ran), -1), rtol=0, atol=most)
+        # Of their sum only the second leg loses something.
+        torch.testing.assert_close(after.mean(0), before.mean(0), rtol=0, atol=most / 2)
     assert bool((taken <= 1).all())
-    assert taken.mean() > 0.98  # but for means that are what was there
-    assert bool((after.std(0) < 0.01 * before.abs().max()).all())
+    assert taken.mean() > 0.9  # but for means that are what was there
 
 
 @pytest.mark.parametrize(

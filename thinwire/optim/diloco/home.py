@@ -108,6 +108,7 @@ class LocalHome(Home):
         self._take_over_written()
         if self.touches is not None:
             self.touches.send(self.steps)
+            self.touches.pass_on()
         result = self.worker.step(self.loss_scale, self.overflows)
         self.steps += 1
         if self.touches is not None:

@@ -101,7 +101,8 @@ class DiLoCo(SynchronizedOptimizer):
             of the weights, as {"exp_avg": 1, "exp_avg_sq": 6}, or {"momentum_buffer": 1} of Muon. They go through
             `codec`, those without negative values through bf16, and each worker goes on from the mean.
         touch: what part of fp32 weights to average over workers after every step too, while the next one is computed,
-            as 0.001, in random blocks by a common seed (SPARTA, EXO Labs 2025).
+            as 0.03, in random blocks by a common seed (SPARTA, EXO Labs 2025), through `codec`, or "int4" in the place
+            of "stat2" and "sign1".
         guard: leave workers out of an outer step whose outer gradient of a fragment is an outlier, by so many standard
             deviations of the norms so far, as 3, and twice their mean (EDiT, arXiv 2412.07210), by its direction, or as
             it is not finite; where all are, no outer step is taken. Those left out go on from the outer weights.
@@ -326,18 +327,20 @@ class DiLoCo(SynchronizedOptimizer):
         of_all = links, worker, names, cut, timetable, self.outer, mix
         home = LocalHome(self.comm, exchange, *of_all, settings["share"], make_step)
         if settings["touch"] is not None:
-            home.touches = self._make_touches(settings["touch"], worker, home, links)
+            home.touches = self._make_touches(settings["touch"], settings["codec"], worker, home, links)
         sends, pace = home.uncompressed_step_bytes, f"its workers talk every {settings['every']} steps"
         self._savings = SavingsReport(self, self.comm, recipe=None, uncompressed=sends, otherwise=pace)
         return home
 
-    def _make_touches(self, part: float, worker: Worker, home: LocalHome, links: NodeLinks | None) -> Touches:
+    def _make_touches(
+        self, part: float, codec: CodecName, worker: Worker, home: LocalHome, links: NodeLinks | None
+    ) -> Touches:
         if home.workers == 1:
             raise ValueError(f"touch={part:g} averages weights over workers, and there is one: leave it out")
         if any(one.dtype != torch.float32 for one in worker.parameters):
             raise ValueError(f"touch={part:g} averages fp32 weights, and parameters here are of 16 bits: leave it out")
         worker_of = range(self.comm.size) if links is None else links.groups.node_of
-        return Touches(part, self.comm.duplicate(), list(worker_of), home.weights)
+        return Touches(part, self.comm.duplicate(), list(worker_of), home.weights, codec)
 
     def _become(self, worker: Worker) -> None:
         """Show the inner optimizer's groups and state as this optimizer's: schedulers then set its rates."""

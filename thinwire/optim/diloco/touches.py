@@ -3,48 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.comm.collectives import Work
+from thinwire.compress.codecs import make_codec
+from thinwire.compress.exchange import Exchange
+from thinwire.compress.packet_layout import CodecName
 from thinwire.optim.diloco.fragments import Piece
 from thinwire.optim.diloco.outer_weights import OuterWeights
 
-_BLOCK = 64
-"""Elements that leave together, so that memory is read in runs."""
+_BLOCK = 256
+"""Elements that leave together, so that memory is read in runs, and share their scales."""
 
-
-@dataclass(frozen=True)
-class _Sent:
-    """What has left. `places`: by parameter the elements; `mine`: of all of them end to end, bf16, less the outer
-    weights; `received`: of each rank."""
-
-    places: list[tuple[int, Tensor]]
-    mine: Tensor
-    received: Tensor
-    work: Work
+_TOO_COARSE = ("stat2", "sign1")
+"""Codecs that lose about as much of a weight's way from the outer one as workers differ in."""
 
 
 class Touches:
     """Averages `part` of the weights over all workers while the next step is computed.
 
-    SPARTA (EXO Labs 2025): w += mean of w over workers - w, each as it was before the step, in blocks that leave in a
-    random order, all once before any leaves again. Steps follow from their number, so that nothing is saved: what a
-    checkpoint finds in flight leaves anew. Where some worker's values are not finite, none is taken.
+    SPARTA (EXO Labs 2025), both legs through `codec`, or `int4` if that is finer: w += C(mean of C(x) over workers) -
+    C(x), with x what the weights were before the step, less the outer weights. What the codec loses of x a worker keeps
+    in its weights. Blocks leave in a random order, all once before any leaves again. Steps follow from their number, so
+    that nothing is saved: what a checkpoint finds in flight leaves anew. If some worker's values are not finite, none
+    is taken.
 
     `worker_of`: of each rank, whose weights those of its worker have alike.
     """
 
-    def __init__(self, part: float, comm: Communicator, worker_of: Sequence[int], weights: OuterWeights) -> None:
+    def __init__(
+        self, part: float, comm: Communicator, worker_of: Sequence[int], weights: OuterWeights, codec: CodecName
+    ) -> None:
         self.comm = comm
-        self._weights = weights
-        self._worker = weights.worker
-        self._workers = len(set(worker_of))
-        shares = [1 / worker_of.count(one) for one in worker_of]
-        self._shares = torch.tensor(shares, device=self._worker.parameters[0].device).unsqueeze(1)
+        self._weights, self._worker = weights, weights.worker
         # Of each piece of the outer weights that blocks are cut from: fragment, piece, and the first block behind it.
         self._pieces = [(number, piece) for number, one in enumerate(weights.fragments) for piece in one.pieces]
         counts = torch.tensor([-(-piece.numel // _BLOCK) for _, piece in self._pieces])
@@ -52,48 +45,70 @@ class Touches:
         self._blocks = int(self._ends[-1])
         self._count = max(1, round(part * self._blocks))
         self._order: tuple[int, Tensor] | None = None
-        self._sent: _Sent | None = None
+        device = self._worker.parameters[0].device
+        # Never committed: its residuals, which begin with zeros, stay so, and tell after leg 1 what the codec lost.
+        fine = make_codec("int4" if codec in _TOO_COARSE else codec, _BLOCK)
+        self._exchange = Exchange(comm, self._count * _BLOCK, fine, device=device)
+        workers = len(set(worker_of))
+        self._exchange.weights = [1 / (worker_of.count(one) * workers) for one in worker_of]
+        self._sent: list[tuple[int, Tensor, slice]] = []  # a parameter, its elements, and where they are in the payload
+        self._before = torch.zeros(0)
 
     @torch.no_grad()
     def send(self, step: int) -> None:
         """Send this worker's weights of a step, unless they are in flight. Collective."""
-        if self._sent is not None:
+        if self._sent:
             return
-        places, mine = list[tuple[int, Tensor]](), list[Tensor]()
-        for (fragment, piece), elements in self._chosen(step):
+        payload, first = self._exchange.payload.zero_(), 0
+        for (fragment, piece), elements, blocks in self._chosen(step):
             outer = self._weights.outer(fragment)[piece.offset + elements]
-            own = self._worker.weights(piece.parameter)[piece.start + elements]
-            places.append((piece.parameter, piece.start + elements))
-            mine.append(own.sub_(outer).bfloat16())
-        together = torch.cat(mine)
-        received = together.new_empty(self.comm.size, together.numel())
-        self._sent = _Sent(places, together, received, self.comm.all_gather(received, together, async_op=True))
+            place = slice(first, first + len(elements))
+            payload[place] = self._worker.weights(piece.parameter)[piece.start + elements].sub_(outer)
+            self._sent.append((piece.parameter, piece.start + elements, place))
+            first += blocks * _BLOCK
+        self._before = payload.clone()
+        self._exchange.start(step)
+
+    def pass_on(self) -> None:
+        """Send the mean of this rank's part to the others, once it has come. Collective."""
+        if not self._exchange.brought:
+            self._exchange.advance(adjust=lambda average, place: None)  # a mean by `weights`
 
     @torch.no_grad()
     def take_in(self) -> None:
-        """Have the mean of what was sent in the place of what this worker had of it."""
-        assert self._sent is not None, "take_in() follows send()"
-        sent, self._sent = self._sent, None
-        sent.work.wait()
-        change = (sent.received * self._shares).sum(0).div_(self._workers).sub_(sent.mine)
-        if not bool(change.isfinite().all()):
-            return
-        parts = torch.split(change, [len(one) for _, one in sent.places])
-        for (number, elements), values in zip(sent.places, parts, strict=True):
+        """Have the mean of what was sent in the place of what this worker sent of it."""
+        change = self._arrived()
+        for number, elements, place in self._sent if change is not None else ():
             parameter = self._worker.parameters[number]
+            assert change is not None
             if parameter.is_contiguous():
-                parameter.view(-1).index_add_(0, elements, values)
+                parameter.view(-1).index_add_(0, elements, change[place])
             else:
-                self._worker.write(number, 0, self._worker.weights(number).clone().index_add_(0, elements, values))
+                self._worker.write(
+                    number, 0, self._worker.weights(number).clone().index_add_(0, elements, change[place])
+                )
+        self._sent = []
 
     def forget(self) -> None:
-        """Leave weights as they are, whatever was sent of them before."""
-        if self._sent is not None:
-            self._sent.work.wait()
-            self._sent = None
+        """Leave weights as they are, whatever was sent of them before. Collective."""
+        if self._sent:
+            self.pass_on()
+            self._arrived()
+            self._sent = []
 
-    def _chosen(self, step: int) -> Iterator[tuple[tuple[int, Piece], Tensor]]:
-        """The pieces that blocks of a step are in, and which of their elements these are."""
+    def _arrived(self) -> Tensor | None:
+        """By how much all that was sent differs from the mean; None if some of it was not finite."""
+        self._exchange.wait()
+        finite = self._exchange.outcome().finite
+        mean = torch.empty_like(self._before)
+        self._exchange.read(mean)
+        lost = self._exchange.next_residual
+        change = mean.sub_(self._before.sub_(lost)) if finite else None
+        self._exchange.revert()
+        return change
+
+    def _chosen(self, step: int) -> Iterator[tuple[tuple[int, Piece], Tensor, int]]:
+        """The pieces that blocks of a step are in, which of their elements these are, and how many blocks."""
         turns = -(-self._blocks // self._count)
         cycle, turn = divmod(step, turns)
         if self._order is None or self._order[0] != cycle:
@@ -104,7 +119,7 @@ class Touches:
             fragment, piece = self._pieces[number]
             first = blocks[inside] - (self._ends[number - 1] if number else 0)
             elements = (first.unsqueeze(1) * _BLOCK + torch.arange(_BLOCK)).flatten()
-            yield (fragment, piece), elements[elements < piece.numel].to(device)
+            yield (fragment, piece), elements[elements < piece.numel].to(device), len(first)
 
 
 def _runs(sorted_numbers: Tensor) -> tuple[list[int], list[slice]]:
