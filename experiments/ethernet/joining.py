@@ -21,9 +21,12 @@ from experiments.ethernet.study import Study, add_limit_and_output, check_hosts,
 
 __all__ = ["main"]
 
+_STAGES = {"frozen": ["--frozen"], "int4 warmup": ["--warmup-wire", "int4"], "warmup": []}
+"""In which the newcomer comes, by name, and what makes the job be in it."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures in the frozen stage and in the warmup, prints and writes JSON; the exit code."""
+    """Measures in the frozen stage and in warmups, prints and writes JSON; the exit code."""
     return Study("joining", "joining", _parse, missing, _measure, _print).run(arguments)
 
 
@@ -33,7 +36,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         shared = ["--megabits", options.megabits, "--layers", options.layers, "--address", cluster.address(0)]
         shared += ["--seconds", options.seconds, *links(cluster, cluster)]
         for stage in options.stages:
-            arguments = [*shared, *(["--frozen"] if stage == "frozen" else [])]
+            arguments = [*shared, *_STAGES[stage]]
             found[stage] = job(cluster, "experiments.ethernet.race.joining_times", arguments, 1, options.limit)
     return {
         "machine": machine.describe(),
@@ -51,15 +54,15 @@ def _print(content: dict[str, Any]) -> None:
         link, took = one["link carries it in, s"], one["from its start to its first counted step, s"]
         before, longest = one["step before, s"], one["longest step meanwhile, s"]
         print(
-            f"{stage:<7} {one['state, MB']:,.0f} MB of state in {took:.1f} s, {took / link:.2f} of the link's; "
+            f"{stage:<11} {one['state, MB']:,.0f} MB of state in {took:.1f} s, {took / link:.2f} of the link's; "
             f"{one['steps meanwhile']} steps of others meanwhile at {one['mean step meanwhile, s'] / before:.2f} of "
             f"{before:.2f} s, the longest {longest:.2f} s"
         )
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("experiments.ethernet.joining", "Times a newcomer of an elastic job.", "three minutes")
-    parser.add_argument("--stages", nargs="+", choices=("frozen", "warmup"), default=["frozen", "warmup"])
+    parser = Parser("experiments.ethernet.joining", "Times a newcomer of an elastic job.", "five minutes")
+    parser.add_argument("--stages", nargs="+", choices=tuple(_STAGES), default=[*_STAGES])
     parser.add_argument("--layers", type=positive, default=96, metavar="N", help="of a million parameters each")
     parser.add_argument("--megabits", type=positive, default=1000, metavar="N", help="of every link")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a step, an accelerator's: slept")

@@ -56,6 +56,7 @@ def main(arguments: Sequence[str]) -> None:
         model.named_parameters(),
         lr=1e-5,
         freeze_step=1 if options.frozen else 1_000_000,
+        warmup_wire=options.warmup_wire,
         elastic=thinwire.Elastic(comm.size - 1, address=f"{options.address}:{_PORT}"),
     )
     workers = optimizer._home.workers  # type: ignore[attr-defined]
@@ -104,6 +105,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=positive, required=True, help=f"linear ones of {_WIDTH} x {_WIDTH}")
     parser.add_argument("--seconds", type=float, required=True, help="of each step, for an accelerator")
     parser.add_argument("--frozen", action="store_true", help="else it comes in the warmup")
+    parser.add_argument("--warmup-wire", choices=("fp32", "int4"), default="fp32", help="how that sends gradients")
     parser.add_argument("--address", required=True, help="of the first host")
     parser.add_argument("--output", type=Path, required=True)
     add_link_arguments(parser)
