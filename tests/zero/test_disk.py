@@ -96,6 +96,21 @@ def test_the_bits_are_those_of_state_in_memory(tmp_path: Path, stage: int, ranks
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_backward_holds_few_buckets_of_gradients(tmp_path: Path, on_disk: bool) -> None:
+    """Memory goes from one bucket to the next, and not to each its own."""
+
+    def body(comm: Communicator) -> None:
+        model = torch.nn.Sequential(*[torch.nn.Linear(40, 40, bias=False) for _ in range(30)])
+        optimizer = build(comm, model, 2, bucket_bytes=6400, offload=tmp_path if on_disk else False, **ADAMW)
+        model(torch.ones(1, 40)).sum().backward()
+        kept = {one.data_ptr(): one.nbytes for bucket in optimizer._home.gradients for one in bucket._spare}
+        assert len(optimizer._home.gradients) == 30
+        assert 0 < sum(kept.values()) <= 5 * 6400
+
+    threads.run(body, 2)
+
+
 @pytest.mark.parametrize(("saves_on_disk", "stage", "dtype"), [(True, 1, BF16), (False, 2, BF16), (True, 2, None)])
 def test_what_one_saves_the_other_takes_up(tmp_path: Path, saves_on_disk: bool, stage: int, dtype) -> None:
     def first_half(comm: Communicator, offload: bool | Path) -> tuple:

@@ -25,9 +25,16 @@ class GradientsOnDisk(BucketGradients):
     """
 
     def __init__(
-        self, bucket: FlatBucket, sharding: Sharding, seal: Seal, links: NodeLinks | None, disk: Disk, name: str
+        self,
+        bucket: FlatBucket,
+        sharding: Sharding,
+        seal: Seal,
+        links: NodeLinks | None,
+        spare: list[Tensor],
+        disk: Disk,
+        name: str,
     ) -> None:
-        super().__init__(bucket, sharding, seal, links)
+        super().__init__(bucket, sharding, seal, links, spare)
         self._disk, self._norm, self._shard = disk, torch.zeros(()), None
         width, shard = self.accumulated_dtype.itemsize, bucket.layout.shard
         starts = range(0, shard, max(1, _PIECE_BYTES // width))

@@ -203,7 +203,8 @@ class _ElementwiseHome(ShardedHome):
         sharding, seal = parameters.sharding, self.watcher.seal
         if self.disk is None or self._keeps_gradients:
             return averaging_gradients(parameters, seal)
-        given = sharding, seal, parameters.links, self.disk
+        spare: list[Tensor] = []
+        given = sharding, seal, parameters.links, spare, self.disk
         return [GradientsOnDisk(one, *given, self.names[one.layout.slots[0].parameter]) for one in parameters.buckets]
 
     @override
