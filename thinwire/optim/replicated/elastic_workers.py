@@ -136,7 +136,6 @@ class ElasticWorkers:
         except CommunicationError:
             self._synchronizer.end_step()
             raise
-        self._telling.settle()
         if self._brought == before:
             self.on_step(self.dealt_to, None)
         else:
@@ -199,7 +198,6 @@ class ElasticWorkers:
         """End this worker's part in the job, after step number `step`, with all weights alike. Collective."""
         before = self._brought
         self.membership.takes(before)
-        self._telling.settle()
 
         def meet_weights() -> None:
             if self._brought == before:

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
@@ -110,8 +110,7 @@ def _pieces(tensors: Sequence[Tensor]) -> list[tuple[int, slice]]:
 
 class Teller:
     """One of `size` workers that tell an onlooker, from a thread of its own, of the state as it is now; number 0 of
-    them tells `where` it is, and then of steps. `connected`: the onlooker, which is rank 0, and they. `copied`: this
-    worker's part of the state, until which nothing of it may change."""
+    them tells `where` it is, and then of steps. `connected`: the onlooker, which is rank 0, and they."""
 
     def __init__(
         self,
@@ -124,17 +123,8 @@ class Teller:
         self._leads = number == 0
         self._where = where
         flat = [one.detach().reshape(-1) for one in tensors]
-        parts = [flat[one][place] for one, place in _pieces(tensors)[number::size]]
+        self._parts = [flat[one][place].to("cpu", copy=True) for one, place in _pieces(tensors)[number::size]]
         self._room = sum(one.nbytes for one in flat)
-
-        def copy() -> list[Tensor]:
-            return [one.to("cpu", copy=True) for one in parts]
-
-        if all(one.device.type == "cpu" for one in parts):
-            self.copied = in_background(copy)  # behind the next forward and backward
-        else:
-            self.copied = Future()
-            self.copied.set_result(copy())  # in the order of this thread's stream
         self._steps: SimpleQueue[Step | None] = SimpleQueue()
         self._telling = in_background(lambda: self._tell(connected))
 
@@ -155,10 +145,9 @@ class Teller:
         with connected.result() as link:
             if self._leads:
                 link.send_bytes(json.dumps(self._where).encode(), 0)
-            parts = self.copied.result()
-            for part in parts:
+            for part in self._parts:
                 link.send(part, 0)
-            parts.clear()
+            self._parts = []
             while self._leads and (step := self._steps.get()) is not None:
                 told, packets = step
                 shapes = [list(one.shape) for one in packets]
@@ -194,13 +183,8 @@ class Telling:
                 teller.end()
                 self._tellers.remove(teller)
 
-    def settle(self) -> None:
-        """Return once state may change."""
-        wait([one.copied for one in self._tellers])
-
     def end(self) -> None:
         """Tell of no further step."""
-        self.settle()
         while self._tellers:
             self._tellers.pop().end()
 
