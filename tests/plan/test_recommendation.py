@@ -207,8 +207,8 @@ def test_what_shards_cannot_be(given: Any) -> None:
 
 
 def test_stage_3_through_codecs_sends_what_zero_plus_plus_does() -> None:
-    """Between many nodes 8 and 4.5 bits of three times 16, as scales of int4 take half a bit; with 4-bit differences 4.5
-    twice; alike where steps accumulate."""
+    """Between many nodes 8 and 4.5 bits of three times 16, as scales of int4 take half a bit; with 4-bit differences
+    4.5 twice; alike where steps accumulate."""
     cluster = ethernet(64, 8)
     for accumulation in (1, 3):
         workload = Workload(plain_model(10**10), 1.0, 2.0, accumulation, dtype="bf16")
