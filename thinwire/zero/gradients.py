@@ -69,9 +69,9 @@ class BucketGradients:
     left, in the parameters' dtype, and adds what further backwards bring to its shard. `sharding.averaging` says in
     which dtype gradients add up and travel, and by what they are divided first.
 
-    `spare`: memory that buckets pass on until the step ends, on CPUs, where new pages cost more than what is done with
-    them. `filled`: whether this step has brought an average. `accumulated_dtype`: in which gradients add up. `seal`: of
-    `.grad`, in which averages arrive at stage 0.
+    `spare`: memory of all buckets, passed on until the step ends, on CPUs, where new pages cost more than what is done
+    with them. `filled`: whether this step has brought an average. `accumulated_dtype`: in which gradients add up.
+    `seal`: of `.grad`, in which averages arrive at stage 0.
     """
 
     may_stay = True
@@ -83,8 +83,8 @@ class BucketGradients:
         bucket: FlatBucket,
         sharding: Sharding,
         seal: Seal,
-        links: NodeLinks | None = None,
-        spare: list[Tensor] | None = None,
+        links: NodeLinks | None,
+        spare: list[Tensor],
     ) -> None:
         stage, averaging = sharding.stage, sharding.averaging
         self.bucket = bucket
@@ -100,7 +100,7 @@ class BucketGradients:
         self._shard = self._new_shard() if stage == 2 else None
         self.filled = False
         self.layout = bucket.layout
-        self._seal, self._spare = seal, [] if spare is None else spare
+        self._seal, self._spare = seal, spare
         self._leg_1: tuple[Tensor, Tensor, Work] | None = None
         self._leg_2: tuple[Tensor, Tensor, Work] | None = None
 

@@ -59,7 +59,7 @@ class RoundedGradients(BucketGradients):
     def __init__(
         self, bucket: FlatBucket, sharding: Sharding, seal: Seal, exchange: Exchange, loss_scale: Callable[[], float]
     ) -> None:
-        super().__init__(bucket, sharding, seal)
+        super().__init__(bucket, sharding, seal, None, [])
         self._shard = None
         self.overwrites_gradients = False
         self.exchange = exchange
