@@ -11,7 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, get_args
 
 from thinwire.comm.traffic import sent_bytes
-from thinwire.compress.packet_layout import CODE_BITS, DEFAULT_BLOCK_SIZE, CodecName, codec_packet_bytes, shard_numel
+from thinwire.compress.packet_layout import (
+    CODE_BITS,
+    DEFAULT_BLOCK_SIZE,
+    CodecName,
+    MemorylessCodec,
+    codec_packet_bytes,
+    shard_numel,
+    sharded_block,
+)
 from thinwire.plan.units import PlanError, require_positive, require_seconds, require_whole
 from thinwire.plan.workload import ADAM_BYTES, Host
 
@@ -303,14 +311,12 @@ def gather_by_node(cluster: Cluster, nbytes: int) -> Cost:
     return between + inside_nodes(cluster, "all_gather", cluster.nodes * nbytes)
 
 
-def copies_refreshed(
-    cluster: Cluster, elements: int, codec: CodecName | None, size: int, block: int = DEFAULT_BLOCK_SIZE
-) -> Cost:
+def copies_refreshed(cluster: Cluster, elements: int, codec: MemorylessCodec | None, size: int) -> Cost:
     """What each rank owns to its number in every node, through a codec or in elements of `size` bytes."""
     lane, shard, _ = _lane(cluster, elements, "none")
     if codec is None:
         return _between_nodes(cluster, "all_gather", size * shard)
-    between = _between_nodes(cluster, "all_gather", codec_packet_bytes(codec, shard, block))
+    between = _between_nodes(cluster, "all_gather", codec_packet_bytes(codec, shard, sharded_block(codec)))
     return between + Cost(_spreading_seconds(cluster.processor, codec, lane, shard))
 
 

@@ -242,8 +242,7 @@ def _gathers(setting: Setting) -> tuple[Buckets, Buckets]:
         return fetched + everywhere(cluster, "all_gather", shard * size)
 
     def refresh(elements: int) -> Cost:
-        block = sharded_block(method.weights)
-        return copies_refreshed(cluster, elements, method.weights, size, block) * (1 / setting.workload.accumulation)
+        return copies_refreshed(cluster, elements, method.weights, size) * (1 / setting.workload.accumulation)
 
     gathers = setting.in_sharded_buckets(size, gather)
     return (gathers + setting.in_sharded_buckets(size, refresh) if method.hierarchical else gathers), gathers
