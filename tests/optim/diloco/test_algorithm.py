@@ -176,7 +176,8 @@ def test_touched_weights_become_the_mean_of_what_they_were_a_step_before(
         # Of their sum only the second leg loses something.
         torch.testing.assert_close(after.mean(0), before.mean(0), rtol=0, atol=most / 2)
     assert bool((taken <= 1).all())
-    assert taken.mean() > 0.9  # but for means that are what was there
+    assert taken.mean() > (0.98 if error < 0.1 else 0.9)  # but for means that are what was there
+    assert bool((after.std(0) < max(error, 0.01) * before.abs().max()).all())
 
 
 @pytest.mark.parametrize(

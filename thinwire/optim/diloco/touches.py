@@ -78,16 +78,17 @@ class Touches:
     def take_in(self) -> None:
         """Have the mean of what was sent in the place of what this worker sent of it."""
         change = self._arrived()
-        for number, elements, place in self._sent if change is not None else ():
+        sent, self._sent = self._sent, []
+        if change is None:
+            return
+        for number, elements, place in sent:
             parameter = self._worker.parameters[number]
-            assert change is not None
             if parameter.is_contiguous():
                 parameter.view(-1).index_add_(0, elements, change[place])
             else:
                 self._worker.write(
                     number, 0, self._worker.weights(number).clone().index_add_(0, elements, change[place])
                 )
-        self._sent = []
 
     def forget(self) -> None:
         """Leave weights as they are, whatever was sent of them before. Collective."""
