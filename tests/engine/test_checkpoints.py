@@ -154,13 +154,6 @@ def test_going_on_with_other_data(tmp_path) -> None:
     assert (others.epoch, others.consumed) == (0, 0)
 
 
-def test_there_is_none(tmp_path) -> None:
-    engine = make_engine(None, settings())
-    assert engine.load_checkpoint(tmp_path) == (None, {})
-    with pytest.raises(CheckpointError):
-        engine.load_checkpoint(tmp_path, "best")
-
-
 def test_another_model_is_refused_before_anything_moves(tmp_path) -> None:
     class Counting(nn.Linear):
         def __init__(self, slots: int) -> None:

@@ -305,22 +305,6 @@ def test_a_list_goes_round() -> None:
     assert iter(loader) is loader
 
 
-def test_epochs_of_a_resumable_loader_advance() -> None:
-    def body(comm):
-        loader = ResumableLoader(list(range(7)), 1, comm, seed=3, drop_last=False)
-        repeating = RepeatingLoader(loader)
-        found = [[int(next(repeating)) for _ in range(len(repeating))] for _ in range(3)]
-        assert loader.epoch == 2
-        same = ResumableLoader(list(range(7)), 1, comm, seed=3, drop_last=False)
-        assert found == [[int(one) for one in same] for _ in range(3)]
-        return found
-
-    first, second = threads.run(body, 2)
-    for epoch in range(3):
-        assert set(first[epoch]) | set(second[epoch]) == set(range(7))
-    assert first[0] != first[1]
-
-
 def test_a_distributed_sampler_is_told_of_epochs() -> None:
     data = torch.arange(40)
     sampler = DistributedSampler(data, num_replicas=2, rank=0, seed=1)

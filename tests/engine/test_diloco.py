@@ -12,7 +12,6 @@ import torch
 import thinwire
 from tests.engine import tiny
 from tests.engine.tiny import BF16, at_stages, equal, loss_of, make_engine, settings, train, train_same_data, weights
-from tests.launching import on_threads
 from tests.optim.diloco.tower import meeting, together
 from thinwire.comm import Communicator, threads
 from thinwire.engine import Engine
@@ -175,19 +174,6 @@ def test_nodes_shard_their_state() -> None:
     for ours, sent in sharded:
         assert equal(ours, whole[0][0])
         assert sent == whole[0][1]
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (diloco(1), r"stage\" 1 shards state among the ranks of a worker"),
-        (diloco(params={"fragments": 9}), "fragments=9 for 3 layers"),
-    ],
-)
-@on_threads(2)
-def test_what_does_not_go_with_it_is_refused(comm: Communicator, config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_engine(comm, config)
 
 
 # Workers that come and go

@@ -120,9 +120,3 @@ def test_a_worker_is_one_process(kind: str) -> None:
         return str(caught.value)
 
     assert len(set(threads.run(body, 2))) == 1
-
-
-def test_samples_are_not_dealt_by_a_loader() -> None:
-    config = settings(optimizer={"type": "AdamW", "params": {"elastic": {"workers": 2}}})
-    with pytest.raises(ValueError, match="ElasticSampler"):
-        make_engine(threads.single(60.0), config, training_data=[torch.ones(16)] * 20)

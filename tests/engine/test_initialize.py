@@ -12,7 +12,6 @@ from tests.engine.tiny import MICRO, equal, loss_of, make_engine, make_model, se
 from tests.launching import on_threads
 from tests.refusing import refused
 from thinwire import initialize
-from thinwire.comm import threads
 from thinwire.engine import ConfigError
 from thinwire.engine.job import agree_on_model
 from thinwire.engine.model import first_dimension
@@ -261,19 +260,6 @@ def test_every_rank_gets_rank_0s_values(comm) -> None:
     model.calls += comm.rank
     engine, *_ = initialize(model=model, config=settings(), comm=comm)
     assert equal(engine.module.state_dict(), make_model().state_dict())
-
-
-def test_a_loader_deals_to_the_ranks() -> None:
-    data = [(torch.full((16,), float(index)), torch.zeros(16)) for index in range(29)]
-
-    def body(comm):
-        engine, _, loader, _ = initialize(model=make_model(), config=settings(seed=3), comm=comm, training_data=data)
-        assert engine.training_dataloader is loader
-        batches = [inputs[:, 0].int().tolist() for inputs, _ in loader]
-        assert [len(batch) for batch in batches[:-1]] == [MICRO] * 2
-        return {index for batch in batches for index in batch}
-
-    assert set.union(*threads.run(body, 2)) == set(range(29))
 
 
 def test_a_batch_of_another_size_is_a_warning() -> None:

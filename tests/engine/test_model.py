@@ -10,19 +10,9 @@ from tests.engine.tiny import MICRO, make_engine, make_model, settings, train
 from tests.launching import on_threads
 from thinwire import initialize
 from thinwire.comm import threads
-from thinwire.engine.config import load_config
 from thinwire.engine.model import Precision, UnusedParametersError, check_model
 
 CPU = torch.device("cpu")
-
-
-def test_of_a_configuration() -> None:
-    for section, dtype in (
-        ({}, None),
-        ({"bf16": {"enabled": True}}, torch.bfloat16),
-        ({"fp16": {"enabled": True}}, torch.float16),
-    ):
-        assert Precision.of(load_config({"train_batch_size": 1} | section, 1)).dtype == dtype
 
 
 Pair = namedtuple("Pair", "left right")
@@ -178,7 +168,3 @@ def test_an_unused_parameter_is_an_error_by_name_on_every_rank(comm, stage: int)
                 engine.step()
         else:
             engine.step()
-
-
-def test_by_default_it_is_left_alone() -> None:
-    assert steps(2, True, [(False, False)])

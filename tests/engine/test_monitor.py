@@ -4,8 +4,6 @@ resume."""
 from __future__ import annotations
 
 import csv
-import os
-import signal
 import sys
 import warnings
 from pathlib import Path
@@ -18,7 +16,6 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.engine.checkpoint.kill import exit_code, fork
 from tests.engine.tiny import MICRO, make_engine, settings, train
 from tests.refusing import refused
 from thinwire.comm import Communicator, threads
@@ -134,19 +131,6 @@ def test_a_line_cut_short_by_a_crash_is_removed(tmp_path, damage: bytes) -> None
         file.write(damage)
     alone(csv=tmp_path).write([("loss", 3.0, 30)])
     assert read(path) == [(10, 1.0), (20, 2.0), (30, 3.0)]
-
-
-def test_a_killed_process_leaves_everything_it_wrote(tmp_path) -> None:
-    def write_and_die() -> None:
-        monitor = alone(tensorboard=tmp_path / "board", csv=tmp_path)
-        for sample in range(50):
-            monitor.write([("loss", sample / 2, sample)])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert exit_code(fork(write_and_die)) == -signal.SIGKILL
-    expected = [(sample, sample / 2) for sample in range(50)]
-    assert read(tmp_path / "loss.csv") == expected
-    assert read_events(tmp_path / "board", "loss") == expected
 
 
 def test_names_that_share_a_file_name_get_a_file_each(tmp_path) -> None:

@@ -140,25 +140,7 @@ def test_a_loss_beyond_fp16_counts_where_its_gradients_are_finite() -> None:
     assert equal(weights(engine.module), weights(other.module))
     engine.backward(engine(batch(0, 2)[0]).sum() * math.nan)
     engine.step()
-    assert engine.skipped_steps == 1
-
-
-def test_a_fixed_scale_skips_and_stays() -> None:
-    engine = make_engine(None, settings(fp16={"enabled": True, "loss_scale": 64}))
-    for step in range(4):
-        engine.backward(loss_of(engine, 0, step) * (math.nan if step < 3 else 1))
-        engine.step()
-    assert (engine.skipped_steps, engine.optimizer.loss_scale) == (3, 64)
-
-
-def test_what_the_configuration_asks_for() -> None:
-    assert make_loss_scale(Fp16Config(), 1) is None
-    fixed = make_loss_scale(Fp16Config(enabled=True, loss_scale=128), 1)
-    assert isinstance(fixed, FixedLossScale)
-    assert fixed.value == 128
-    dynamic = make_loss_scale(Fp16Config(enabled=True), 1)
-    assert isinstance(dynamic, DynamicLossScale)
-    assert dynamic.value == 65536
+    assert (engine.skipped_steps, engine.optimizer.loss_scale) == (1, 8)
 
 
 def values(scale: DynamicLossScale, overflows: str) -> list[float]:

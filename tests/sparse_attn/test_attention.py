@@ -173,8 +173,7 @@ def arguments(length: int, bias: Tensor | None) -> tuple[object, ...]:
     return (*pattern, torch.randn(2, length), bias, torch.tensor([5]), 16, index.num_heads, False, 0.3, 0.1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("learned_bias", [False, True])
+@pytest.mark.parametrize(("dtype", "learned_bias"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_opcheck(dtype: torch.dtype, learned_bias: bool) -> None:
     bias = torch.randn(1, 2, 77, 77, requires_grad=True) if learned_bias else None
     shared = arguments(77, bias)

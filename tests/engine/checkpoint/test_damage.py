@@ -102,9 +102,8 @@ def test_every_flipped_bit_is_seen(two: tuple[Path, Values, Values], file: str) 
         assert any(file in problem for problem in examine(path.parent).problems), position
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_that_is_asked_for_is_refused(two: tuple[Path, Values, Values], damage: Damage) -> None:
-    damage(two[0] / "step-2" / FILES[2])
+def test_a_damaged_checkpoint_that_is_asked_for_is_refused(two: tuple[Path, Values, Values]) -> None:
+    flip_a_byte(two[0] / "step-2" / FILES[2])
 
     def work(comm: Communicator) -> None:
         with pytest.raises(CheckpointError, match=r"'step-2' .* rank-00001.safetensors .* whole .*: 'step-1'"):

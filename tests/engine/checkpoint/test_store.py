@@ -1,7 +1,6 @@
 """What a store keeps, replaces, removes and refuses, and that all its ranks agree on it."""
 
 import threading
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,13 +61,6 @@ def test_what_is_not_the_stores_stays(tmp_path: Path) -> None:
     save(tmp_path, *((f"step-{number}", Values(number, 1)) for number in range(4)), keep=2, continues=True)
     assert tags(tmp_path) == [".hidden", "best so far", "logs", "step-2", "step-3"]
     assert opened(tmp_path, "best so far")
-
-
-def test_a_tag_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
-    second = Values(2, 3)
-    save(tmp_path, ("best", Values(1, 2)), ("best", second))
-    assert tags(tmp_path) == ["best"]
-    assert load(tmp_path, second) == []
 
 
 def test_a_replaced_checkpoint_is_found_while_its_name_is_free(tmp_path: Path) -> None:
@@ -289,9 +281,3 @@ def test_a_folder_or_checkpoint_that_another_rank_does_not_see(tmp_path: Path) -
         refused(CheckpointError, r"manifest\.json is missing", store.load)
 
     threads.run(work, 2)
-
-
-def test_a_save_warns_of_nothing(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        save(tmp_path, *((str(number), Values(number, 2)) for number in range(4)))

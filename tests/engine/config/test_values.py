@@ -146,13 +146,6 @@ def test_wrong_types_and_ranges(keys: dict[str, Any], message: str) -> None:
     assert message in refusal(**keys)
 
 
-def test_every_problem_is_told_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(trackio={"enabled": True}, fp16={"hysteresis": 0, "enabld": True}, optimizer={"type": "Adma"})
-    assert len(caught.value.problems) == 4
-    assert "has 4 problems:\n- " in str(caught.value)
-
-
 LATE_STAGES = {"Lamb": [3], "Muon": [3], "DiLoCo": [3], "OneBitAdam": [3], "OneBitLamb": [2, 3], "ZeroOneAdam": [2, 3]}
 OFFLOAD = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
