@@ -217,10 +217,6 @@ def test_steps_that_scripts_end_themselves() -> None:
     engine = engine_of(zero_optimization={"stage": 1}, **free)
     assert not engine.managed_gradient_accumulation()
     refuses(engine.coalesce_grad_reduction(), AssertionError, "coalesce_grad_reduction.*Leave it out")
-    for _ in range(2):
-        engine.backward(engine(torch.ones(2, 3)).sum())
-        engine.step()
-        assert engine.was_step_applied()
     engine.close()
     with pytest.raises(AssertionError, match="overlap_comm only with ZeRO stage 2"):
         engine_of(zero_optimization={"stage": 1, "overlap_comm": True}, **free)

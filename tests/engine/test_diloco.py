@@ -11,6 +11,7 @@ import torch
 
 import thinwire
 from tests.engine import tiny
+from tests.engine.test_elastic import ELASTIC, go_on
 from tests.engine.tiny import BF16, at_stages, equal, loss_of, make_engine, settings, train, train_same_data, weights
 from tests.optim.diloco.tower import meeting, together
 from thinwire.comm import Communicator, threads
@@ -180,18 +181,11 @@ def test_nodes_shard_their_state() -> None:
 
 
 SCHEDULE = {"type": "StepLR", "params": {"step_size": 5, "gamma": 0.5}}
-ELASTIC = {"address": "here:1", "timeout": 60.0, "join_timeout": 60.0, "silence": 20.0}
 
 
 def elastic_engine(seed: int = 0, **changes: Any) -> Any:
     params = {"elastic": {"workers": 2, **ELASTIC, **changes}, "fragments": 1, "overlap": 0}
     return make_engine(threads.single(60.0), diloco(params=params, scheduler=SCHEDULE), seed)
-
-
-def go_on(engine: Any, data: int, until: int) -> None:
-    while engine.global_steps < until:
-        engine.backward(loss_of(engine, data, engine.global_steps))
-        engine.step()
 
 
 def end(engine: Any) -> Any:

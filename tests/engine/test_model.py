@@ -10,7 +10,7 @@ from tests.engine.tiny import MICRO, make_engine, make_model, settings, train
 from tests.launching import on_threads
 from thinwire import initialize
 from thinwire.comm import threads
-from thinwire.engine.model import Precision, UnusedParametersError, check_model
+from thinwire.engine.model import Precision, UnusedParametersError
 
 CPU = torch.device("cpu")
 
@@ -59,12 +59,14 @@ def test_without_a_precision_inputs_stay_and_with_one_gradients_flow_through_the
 def test_a_model_is_converted_but_for_what_trains() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2), nn.Linear(2, 2, dtype=torch.float16))
     model[2].requires_grad_(False)
+    model[0].statistics = model[2].statistics = nn.Buffer(torch.zeros(4))
     trained = model[0].weight
     Precision(torch.bfloat16).convert(model, held={id(one) for one in model.parameters() if one.requires_grad})
     assert trained is model[0].weight
     assert trained.dtype == torch.float32
     assert model[2].weight.dtype == torch.bfloat16
-    assert model[1].running_mean.dtype == torch.bfloat16
+    assert model[0].statistics is model[2].statistics
+    assert model[0].statistics.dtype == model[1].running_mean.dtype == torch.bfloat16
     assert model[1].num_batches_tracked.dtype == torch.int64
     assert model[3].weight.dtype == torch.float32  # master weights are its values, before they are rounded to bf16
     Precision(None).convert(model, held=set())
@@ -85,27 +87,6 @@ def test_what_is_quantised_stays_as_it_is(comm, tmp_path, stage: int, dtype: tor
     engine.load_checkpoint(tmp_path)
     assert (model.weight.dtype, model.scale.dtype, model.calls.dtype) == (dtype, dtype, torch.bfloat16)
     assert torch.equal(model.weight.float(), torch.full((4, 4), 2.0))
-
-
-def test_the_device_of_a_model() -> None:
-    model = nn.Linear(2, 2)
-    assert check_model(model) == (model, CPU)
-    model.frozen = nn.Parameter(torch.zeros(2, dtype=torch.complex64), requires_grad=False)
-    assert check_model(model) == (model, CPU)
-    model.far = nn.Parameter(torch.zeros(2, device="meta"))
-    with pytest.raises(ValueError, match="'far' is on the meta device"):
-        check_model(model)
-
-
-def test_parameters_that_no_optimizer_holds_are_converted_too() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
-    shared = torch.zeros(4)
-    model[0].register_buffer("statistics", shared)
-    model[1].register_buffer("statistics", shared)
-    Precision(torch.bfloat16).convert(model, held={id(one) for one in model[1].parameters()})
-    assert {one.dtype for one in model[0].parameters()} == {torch.bfloat16}
-    assert {one.dtype for one in model[1].parameters()} == {torch.float32}
-    assert model[0].statistics is model[1].statistics
 
 
 class Forked(nn.Module):

@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from tests.engine.checkpoint.jobs import Values, same, save
 from tests.engine.tiny import make_engine, make_model, settings, train
 from tests.refusing import refused
-from thinwire import initialize
 from thinwire.comm import threads
 from thinwire.command_line import main
 from thinwire.deepspeed.files.exporting import (
@@ -63,18 +61,6 @@ def test_the_state_dict(saved) -> None:
     model = make_model(1).to(torch.bfloat16).float()
     assert load_state_dict_from_zero_checkpoint(model, folder) is model
     assert all(same(one, found[name]) for name, one in model.state_dict().items())
-
-
-def test_a_model_with_tied_layers_loads_strictly(tmp_path) -> None:
-    def tied() -> nn.Module:
-        model = nn.ModuleList([nn.Linear(size, size) for size in (3, 5, 7)])
-        model[1].weight = model[2].weight
-        return model
-
-    saved, other = tied(), tied()
-    initialize(model=saved, config=settings(2))[0].save_checkpoint(tmp_path, tag="checkpoint")
-    other.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="checkpoint"), strict=True)
-    assert all(same(one, saved.state_dict()[name]) for name, one in other.state_dict().items())
 
 
 def test_scripts_open_the_file_that_deepspeed_would_have_written(tmp_path, capsys, warm) -> None:
