@@ -55,6 +55,22 @@ def on_every_rank(
     return result
 
 
+def gather(comm: Communicator, value: object, doing: str) -> list[Any]:
+    """What each rank gives, by rank: small, and what JSON can hold. Collective. `doing`: see `raise_together`."""
+    return [json.loads(one) for one in comm.all_gather_bytes(json.dumps(value).encode(), doing)]
+
+
+def first_difference(comm: Communicator, mine: Mapping[str, Any], doing: str) -> tuple[int, str, Any, Any] | None:
+    """(Rank, name, value there, value on rank 0) of the first of `mine` that some rank has otherwise than rank 0, the
+    same on every rank; None where there is none. Collective."""
+    everyone = gather(comm, mine, doing)
+    for rank, theirs in enumerate(everyone):
+        for name in {**everyone[0], **theirs}:
+            if (there := theirs.get(name)) != (first := everyone[0].get(name)):
+                return rank, name, there, first
+    return None
+
+
 def check_same_on_every_rank(
     comm: Communicator, parameters: Sequence[Tensor], groups: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> None:
@@ -63,31 +79,24 @@ def check_same_on_every_rank(
     Learning rates are compared too, and which parameters of the groups are trained: ranks that step differently drift
     apart without an error.
     """
-    hyperparameters = [
-        {name: _comparable(value) for name, value in group.items() if name not in _NOT_COMPARED} for group in groups
-    ]
-    mine = {
-        "parameters": [[list(parameter.shape), str(parameter.dtype)] for parameter in parameters],
-        "groups": hyperparameters,
-        "settings": {
-            **settings,
-            "requires_grad": [one.requires_grad for group in groups for one in group.get("params", ())],
-        },
-    }
-    raw = comm.all_gather_bytes(json.dumps(mine).encode(), "compare parameters and settings")
-    if all(other == raw[0] for other in raw):
-        return
-    descriptions = [json.loads(other) for other in raw]
-    rank = next(rank for rank, other in enumerate(raw) if other != raw[0])
-    first = comm.global_ranks[0]
-    difference = _first_difference(descriptions[0], descriptions[rank], f"rank {first}")
-    raise ValueError(
-        f"rank {comm.global_ranks[rank]} and rank {first} differ: {difference}. Every rank must have the same model "
-        "and the same settings"
-    )
+    mine = {"number of parameters is": str(len(parameters))}
+    mine |= {f"parameter {n} has": f"shape {tuple(one.shape)}, {one.dtype}" for n, one in enumerate(parameters)}
+    trained = [one.requires_grad for group in groups for one in group.get("params", ())]
+    for name, given in {**settings, "requires_grad": trained}.items():
+        value = json.loads(json.dumps(given))  # where a tuple is a list
+        several = {f"{name}[{n}]": one for n, one in enumerate(value)} if isinstance(value, list) else {name: value}
+        mine |= {f"{name} is": repr(one) for name, one in several.items()}
+    compared = [{name: _comparable(one) for name, one in group.items() if name not in _NAMES} for group in groups]
+    mine["parameter groups are"] = repr(json.loads(json.dumps(compared)))
+    if (found := first_difference(comm, mine, "compare parameters and settings")) is not None:
+        rank, what, theirs, first = found
+        raise ValueError(
+            f"rank {comm.global_ranks[rank]} and rank {comm.global_ranks[0]} differ: {what} {theirs} against {first} "
+            f"on rank {comm.global_ranks[0]}. Every rank must have the same model and the same settings"
+        )
 
 
-_NOT_COMPARED = ("params", "param_names")
+_NAMES = ("params", "param_names")
 
 
 def _comparable(value: Any) -> Any:
@@ -96,27 +105,6 @@ def _comparable(value: Any) -> Any:
             return float(value)
         return [list(value.shape), hashlib.sha256(value.cpu().contiguous().numpy().tobytes()).hexdigest()]
     return value if isinstance(value, int | float | str | list | tuple | None) else type(value).__name__
-
-
-def _first_difference(left: dict[str, Any], right: dict[str, Any], first: str) -> str:
-    if len(left["parameters"]) != len(right["parameters"]):
-        return f"{len(right['parameters'])} parameters against {len(left['parameters'])} on {first}"
-    pairs = zip(left["parameters"], right["parameters"], strict=True)
-    for index, (mine, other) in enumerate(pairs):
-        if mine != other:
-            return (
-                f"parameter {index} has shape {tuple(other[0])}, {other[1]}, against {tuple(mine[0])}, {mine[1]} on "
-                f"{first}"
-            )
-    for name in left["settings"]:
-        mine, other = left["settings"][name], right["settings"][name]
-        if isinstance(mine, list) and isinstance(other, list) and len(mine) == len(other):
-            for index, (of_left, of_right) in enumerate(zip(mine, other, strict=True)):
-                if of_left != of_right:
-                    return f"{name}[{index}] is {of_right!r} against {of_left!r} on {first}"
-        if mine != other:
-            return f"{name} is {other!r} against {mine!r} on {first}"
-    return f"parameter groups are {right['groups']} against {left['groups']} on {first}"
 
 
 @dataclass(frozen=True)
@@ -175,11 +163,8 @@ def agree_on_nodes(
     """
     environ = os.environ if environ is None else environ
     agent = environ.get("GROUP_RANK", "") if "TORCHELASTIC_RUN_ID" in environ else ""
-    mine = {
-        "name": f"{socket.gethostname()} {agent}",
-        "given": None if node_of is None else [operator.index(n) for n in node_of],
-    }
-    answers = [json.loads(raw) for raw in comm.all_gather_bytes(json.dumps(mine).encode(), "find nodes")]
+    own = None if node_of is None else [operator.index(node) for node in node_of]
+    answers = gather(comm, {"name": f"{socket.gethostname()} {agent}", "given": own}, "find nodes")
     given = answers[0]["given"]
     for rank, answer in enumerate(answers):
         if answer["given"] != given:

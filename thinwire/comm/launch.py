@@ -10,7 +10,6 @@ import atexit
 import ctypes
 import gc
 import importlib
-import json
 import os
 import socket
 import sys
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.comm import threads
+from thinwire.comm.agreement import gather
 from thinwire.comm.collectives import check_timeout
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.launchers import Launch, check_alone, detect, meet
@@ -105,7 +105,7 @@ def count_hosts(comm: Communicator, *, thinwire: str, torch: str) -> int:
     rank, where those of thinwire do: what they send each other may differ too.
     """
     mine = {"host": socket.gethostname(), "thinwire": thinwire, "torch": torch}
-    everyones = [json.loads(one) for one in comm.all_gather_bytes(json.dumps(mine).encode(), "join the job")]
+    everyones = gather(comm, mine, "join the job")
     first = everyones[0]
     for rank, other in enumerate(everyones):
         if other["thinwire"] != first["thinwire"]:

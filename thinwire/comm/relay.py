@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from thinwire.comm.agreement import gather
 from thinwire.comm.attendance import in_background
 from thinwire.comm.collectives import Pending, Work
 from thinwire.comm.communicator import Communicator, Start
@@ -175,7 +176,7 @@ class WorkerGroup:
 
         def call() -> list[Any]:
             assert self.comm is not None
-            return [json.loads(one) for one in self.comm.all_gather_bytes(json.dumps(value).encode(), purpose)]
+            return gather(self.comm, value, purpose)
 
         return self._relay.ask(call)
 

@@ -6,7 +6,6 @@ position that any later job can go on from, on other ranks and with other batch 
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import on_every_rank
+from thinwire.comm.agreement import first_difference, on_every_rank
 from thinwire.engine.config import EngineConfig
 
 _MOST_INT32 = 2**31 - 1
@@ -313,12 +312,9 @@ def _checked_length(dataset: Any) -> int:
 
 def _check_same(comm: Communicator, what: str, mine: Mapping[str, Any]) -> None:
     """Raise ValueError on every rank unless all have the same; collective."""
-    everyone = comm.all_gather_bytes(json.dumps(mine, sort_keys=True).encode(), "compare data loaders")
-    for rank, other in enumerate(everyone):
-        if other != everyone[0]:
-            raise ValueError(
-                f"ranks have different {what}: rank 0 {everyone[0].decode()}, rank {rank} {other.decode()}"
-            )
+    if (found := first_difference(comm, mine, "compare data loaders")) is not None:
+        rank, name, there, here = found
+        raise ValueError(f"ranks have different {what}: {name} is {here!r} on rank 0 and {there!r} on rank {rank}")
 
 
 def make_loader(

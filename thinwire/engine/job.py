@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire.comm import Communicator
+from thinwire.comm.agreement import first_difference
 from thinwire.engine.activation_checkpointing import ActivationCheckpoints
 from thinwire.engine.checkpoint.manifest import ModelDescription
 from thinwire.engine.config import ConfigError, EngineConfig
@@ -88,7 +89,7 @@ class Job:
 
 def agree_on_config(comm: Communicator, config: EngineConfig) -> None:
     """Raise ConfigError on every rank, naming the first key that differs, unless all have the same configuration."""
-    difference = _first_difference(comm, config.describe())
+    difference = _difference(comm, dict(_flat(config.describe(), "")))
     if difference is not None:
         raise ConfigError(f"ranks are configured differently: {difference}; give every rank the same configuration")
 
@@ -96,30 +97,23 @@ def agree_on_config(comm: Communicator, config: EngineConfig) -> None:
 def agree_on_model(comm: Communicator, model: nn.Module) -> None:
     """Raise ValueError on every rank, naming the first difference, unless all have parameters and buffers alike."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    mine = {
+    mine: dict[str, Any] = {
         name: f"{one.dtype} {tuple(one.shape)} requires_grad={one.requires_grad}{', without values' * one.is_meta}"
         for name, one in tensors
     }
-    difference = _first_difference(comm, mine)
+    difference = _difference(comm, {**mine, "order": [*mine]})
     if difference is not None:
         raise ValueError(f"ranks have different models: {difference}; build the same model on every rank")
 
 
-def _first_difference(comm: Communicator, mine: Mapping[str, Any]) -> str | None:
-    messages = comm.all_gather_bytes(json.dumps(mine).encode(), "compare the job's settings")
-    for rank, message in enumerate(messages):
-        if message != messages[0]:
-            path, here, there = next(_differences(json.loads(messages[0]), json.loads(message), ""))
-            return f'"{path}" is {here} on rank 0 and {there} on rank {rank}'
-    return None
+def _difference(comm: Communicator, mine: Mapping[str, Any]) -> str | None:
+    if (found := first_difference(comm, mine, "compare the job's settings")) is None:
+        return None
+    rank, name, there, here = found
+    return f'"{name}" is {json.dumps(here)} on rank 0 and {json.dumps(there)} on rank {rank}'
 
 
-def _differences(left: Any, right: Any, path: str) -> Iterator[tuple[str, str, str]]:
-    """(path, value in `left`, value in `right`) wherever they differ."""
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        for key in dict.fromkeys([*left, *right]):
-            yield from _differences(left.get(key), right.get(key), dotted(path, key))
-        if list(left) != list(right):
-            yield path or "order", json.dumps(list(left)), json.dumps(list(right))
-    elif left != right:
-        yield path, json.dumps(left), json.dumps(right)
+def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """(path, value) of all that is no mapping."""
+    for key, one in value.items():
+        yield from _flat(one, dotted(path, key)) if isinstance(one, Mapping) and one else [(dotted(path, key), one)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from safetensors.torch import load, save
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from thinwire.comm.agreement import gather
 from thinwire.engine.checkpoint.part_source import part_values
 from thinwire.engine.checkpoint.regions import Regions
 from thinwire.engine.checkpoint.store import Snapshot
@@ -27,8 +28,7 @@ class PartCheckpoints(JobCheckpoints):
         super().__init__(job)
         self._here = Regions(job.world, job.mesh, self._parameters)
         mine = [name for name, one in self._others.items() if not one.requires_grad]
-        of_rank = job.world.all_gather_bytes(json.dumps(mine).encode(), "see what is frozen")
-        every = {name for names in of_rank for name in json.loads(names)}
+        every = {*chain.from_iterable(gather(job.world, mine, "see what is frozen"))}
         self._all_frozen = [name for name in self._names.description.parameters if name in every]
         self._parameters = {name: getattr(one, "_local_tensor", one) for name, one in self._parameters.items()}
         self._others = {name: self._parameters[name] for name in self._others}

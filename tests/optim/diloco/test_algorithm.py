@@ -418,7 +418,7 @@ def test_a_fragment_that_does_not_exist_on_some_rank(comm: Communicator) -> None
     model = Tower()
     if comm.rank == 1:
         del model.layers[3]
-    refused(ValueError, "10 parameters against 12 on rank 0", make, comm, model)
+    refused(ValueError, "number of parameters is 10 against 12 on rank 0", make, comm, model)
 
 
 @on_threads(2)

@@ -8,7 +8,6 @@ from its manifest to the last value, so that what is read is what was verified.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import warnings
 from bisect import bisect_right
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.comm.agreement import gather
 from thinwire.engine.checkpoint.files import DTYPES, HeldFolder, NotAFileError, checksum, read_file
 from thinwire.engine.checkpoint.manifest import (
     LATEST,
@@ -251,6 +251,7 @@ def _problem_of_content(held: HeldFolder, file: RankFile) -> str | None:
 # Beside a job that saves, a checkpoint can be replaced or removed while it is looked at: then a new look finds a whole
 # one. Every look sees later saves, so a few are enough.
 _LOOKS = 8
+_CHOOSE = "choose a checkpoint"
 _LONGEST_POINTER = 4096  # more than a tag, so that a wrong one can be quoted
 
 
@@ -322,7 +323,7 @@ class _Look:
         checkpoint = LoadedCheckpoint(mine.held, tag, mine.manifest) if mine.held and mine.manifest else None
         fault = None if checkpoint is None else self.fault_of(checkpoint)
         found = {"digest": mine.digest, "problems": mine.problems, "moved": mine.moved, "fault": fault}
-        findings = _gather(comm, found)
+        findings = gather(comm, found, _CHOOSE)
         versions = {finding["digest"] for finding in findings}
         if self.may_look_again and (any(finding["moved"] for finding in findings) or len(versions - {""}) > 1):
             raise _MovedError
@@ -333,7 +334,7 @@ class _Look:
         # With nothing against it all ranks hold the same, and each reads its share of the files to their ends.
         if not refusal and mine.held is not None and checkpoint is not None:
             share = checkpoint.manifest.files[comm.rank :: comm.size]
-            refusal = _joined(_gather(comm, {"problems": unreadable_files(mine.held, share)}))
+            refusal = _joined(gather(comm, {"problems": unreadable_files(mine.held, share)}, _CHOOSE))
             if not refusal:
                 return checkpoint, ""
         if mine.held is not None:
@@ -352,7 +353,7 @@ def _agree_on_listing(folder: Path, comm: Communicator, tag: str | None) -> tupl
             found["listed"] = [(one.tag, one.path.name) for one in candidates]
         except (CheckpointError, OSError, ValueError) as error:
             found["error"] = str(error)
-    everyones = _gather(comm, found)
+    everyones = gather(comm, found, _CHOOSE)
     first = everyones[0]
     for rank, other in enumerate(everyones):
         if other["tag"] != first["tag"]:
@@ -387,10 +388,6 @@ def candidates_to_load(folder: Path, tag: str | None) -> tuple[list[Candidate], 
         instead = f"although {newer[0]!r} is newer; give its tag if that is the one to load"
         return found, f"{folder / LATEST} names {latest!r}, {instead}"
     return found, None
-
-
-def _gather(comm: Communicator, found: dict[str, Any]) -> list[dict[str, Any]]:
-    return [json.loads(message) for message in comm.all_gather_bytes(json.dumps(found).encode(), "choose a checkpoint")]
 
 
 def _joined(findings: list[dict[str, Any]]) -> str:

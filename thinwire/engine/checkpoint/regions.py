@@ -3,7 +3,6 @@ others: parameters under the names that the whole model has, of those that are c
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import islice
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.comm import Communicator
+from thinwire.comm.agreement import gather
 from thinwire.zero import SavedSlice
 from thinwire.zero.replica import stages_of
 
@@ -94,10 +94,8 @@ class Regions:
         }
         found = {name: cut_of(one) for name, one in held.items()}
         self.cuts = {name: cut for name, cut in found.items() if cut is not None}
-        mine = {name: astuple(cut) for name, cut in self.cuts.items()}
-        message, what = json.dumps([[*held], mine]).encode(), "see who holds what of the model"
-        everyones = [message] if mesh is None else world.all_gather_bytes(message, what)
-        of_rank = [json.loads(one) for one in everyones]
+        mine: list[Any] = [[*held], {name: list(astuple(cut)) for name, cut in self.cuts.items()}]
+        of_rank = [mine] if mesh is None else gather(world, mine, "see who holds what of the model")
         self.all_cuts: dict[str, list[int]] = {name: cut for _, cuts in of_rank for name, cut in cuts.items()}
         self.first_with = {name: rank for rank, (names, _) in reversed([*enumerate(of_rank)]) for name in names}
 

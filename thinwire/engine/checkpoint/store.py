@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import on_every_rank, raise_together
+from thinwire.comm.agreement import gather, on_every_rank, raise_together
 from thinwire.engine.checkpoint.files import (
     CODES,
     DTYPES,
@@ -294,8 +294,8 @@ class CheckpointStore:
 
         on_every_rank(self._comm, check, "save a checkpoint", (TypeError, ValueError))
         model = hashlib.sha256(json.dumps(snapshot.model.to_json()).encode()).hexdigest()
-        mine = json.dumps({"tag": tag, "model": model, "nonce": secrets.token_hex(4)})
-        everyones = [json.loads(one) for one in self._comm.all_gather_bytes(mine.encode(), "save a checkpoint")]
+        mine = {"tag": tag, "model": model, "nonce": secrets.token_hex(4)}
+        everyones = gather(self._comm, mine, "save a checkpoint")
         first = everyones[0]
         for rank, other in enumerate(everyones):
             if (other["tag"], other["model"]) != (first["tag"], first["model"]):

@@ -4,7 +4,6 @@ outer momentum kept whole by every worker, so that no owner takes any along when
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Communicator
+from thinwire.comm.agreement import gather
 from thinwire.comm.relay import WorkerGroup
 from thinwire.optim.diloco.fragments import Fragment, OuterSettings, Piece, Timetable
 from thinwire.optim.diloco.outer import OuterState, OuterStep, WeightPair
@@ -270,7 +270,7 @@ class SharedStates:
                 mine["has" if whole else "lacks"].setdefault(kind, []).append(number)
                 if whole and kind in self.share and bool((self.weights.worker.own_state(number, kind) < 0).any()):
                     mine["negative"].append(kind)
-        said = [json.loads(one) for one in self.comm.all_gather_bytes(json.dumps(mine).encode(), "share its state")]
+        said = gather(self.comm, mine, "share its state")
         worker_of = self.worker_of
         if self.group is not None:
             everyone = self.group.gather(said, "share its state")

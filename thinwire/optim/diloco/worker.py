@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import product
+from itertools import chain, product
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from thinwire.comm import Communicator
+from thinwire.comm.agreement import gather
 from thinwire.optim.home import check_in_sync
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero.backward import BackwardWatcher, GradientHook
@@ -276,10 +276,10 @@ class NodeWorker(Worker):
     @override
     def whole_state(self, names: Sequence[str]) -> dict[tuple[str, str], Tensor]:
         mine = {(one.kind, one.name): one for one in self.optimizer.saved_slices() if one.kind not in _NO_STATE}
-        ends = json.dumps([[*key, one.start + one.tensor.numel()] for key, one in mine.items()])
-        ranks = self._inside.all_gather_bytes(ends.encode(), "gather its state")
+        ends = [[*key, one.start + one.tensor.numel()] for key, one in mine.items()]
+        ranks = gather(self._inside, ends, "gather its state")
         of_name: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for kind, name, end in sorted(one for ends in map(json.loads, ranks) for one in ends):
+        for kind, name, end in sorted(chain.from_iterable(ranks)):
             of_name[name][kind] = torch.zeros(end, device=self.parameters[0].device)
         found: dict[tuple[str, str], Tensor] = {}
         for name, values in of_name.items():
