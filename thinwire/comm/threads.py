@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.comm.collectives import Pending, ReduceOp, Sizes, check_timeout
+from thinwire.comm.collectives import Pending, ReduceOp, Sizes, check_timeout, cut
 from thinwire.comm.communicator import Communicator
 from thinwire.comm.errors import Call, CommunicationError, RollCall, name_ranks
 
@@ -260,7 +260,7 @@ def _mark_stream(device: torch.device) -> torch.cuda.Event | None:
 
 def _all_to_all(parts: list[_Part], sizes: Sizes) -> None:
     size = len(parts)
-    inputs = [one.input.chunk(size) if sizes is None else torch.split(one.input, list(sizes)) for one in parts]
+    inputs = [cut(one.input, sizes, size) for one in parts]
     for receiver, part in enumerate(parts):
         for sender, chunk in enumerate(part.output.chunk(size)):
             chunk.copy_(inputs[sender][receiver])
@@ -268,8 +268,7 @@ def _all_to_all(parts: list[_Part], sizes: Sizes) -> None:
 
 def _all_gather(parts: list[_Part], sizes: Sizes) -> None:
     for part in parts:
-        every = part.output.chunk(len(parts)) if sizes is None else torch.split(part.output, list(sizes))
-        for chunk, sender in zip(every, parts, strict=True):
+        for chunk, sender in zip(cut(part.output, sizes, len(parts)), parts, strict=True):
             chunk.copy_(sender.input)
 
 

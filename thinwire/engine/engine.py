@@ -66,7 +66,6 @@ class Engine:
         self.loss_scaler: LossScale | None = job.loss_scale
         self._grad_norm: float | None = None
         self._precision = job.precision
-        self._recomputed = job.recomputed
         self._layer_drop = job.layer_drop
         self._checkpoints = checkpoints
         self._reports = reports
@@ -349,8 +348,8 @@ class Engine:
         self._optimizer.close()
         if self._layer_drop is not None:
             self._layer_drop.remove()
-        if self._recomputed is not None:
-            self._recomputed.restore()
+        if self._job.recomputed is not None:
+            self._job.recomputed.restore()
 
     @property
     def _in_mid_step(self) -> bool:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from thinwire.comm import Communicator, LoggedCommunicator
 from thinwire.comm.agreement import on_every_rank
 from thinwire.comm.elastic import Elastic
-from thinwire.comm.launch import join_job
+from thinwire.comm.launch import Backend, join_job
 from thinwire.comm.launchers import detect
 from thinwire.compress import FsdpHooks
 from thinwire.engine.config import EngineConfig
@@ -38,10 +38,8 @@ from thinwire.zero.saved_state import SavedSlice
 from thinwire.zero.shard_optimizer import OptimizerClass
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
 
-Named = Literal["gloo", "nccl", "mpi"]
 
-
-def communicator_of(backend: Named | None, comm: Communicator, device: torch.device) -> Communicator:
+def communicator_of(backend: Backend | None, comm: Communicator, device: torch.device) -> Communicator:
     """The ranks of `comm` over `backend`; `comm` itself where this job cannot use that, which rank 0 says.
 
     What carries the bytes changes no result: files made for clusters with NCCL or MPI train elsewhere as they are.
@@ -68,7 +66,7 @@ def communicator_of(backend: Named | None, comm: Communicator, device: torch.dev
     return LoggedCommunicator(joined, comm.log) if isinstance(comm, LoggedCommunicator) else joined
 
 
-def _lack(backend: Named, comm: Communicator, device: torch.device) -> str | None:
+def _lack(backend: Backend, comm: Communicator, device: torch.device) -> str | None:
     """Why this job cannot use the backend; None where it can."""
     if comm.backend == "threads":
         return "ranks are threads of one process"

@@ -18,9 +18,8 @@ from thinwire.engine.config.models import OptimizerConfig
 from thinwire.engine.config.rules import total_steps
 from thinwire.engine.config.sections import is_local_updates, refusal_of, uncompressed_class
 from thinwire.engine.schedules import build_schedule
-from thinwire.optim import registry
+from thinwire.optim import muon, registry
 from thinwire.optim.exact import UNCORRECTED
-from thinwire.optim.muon import mark_matrices
 from thinwire.optim.optimizer import CompressedOptimizer
 from thinwire.optim.registry import OptimizerEntry
 from thinwire.zero.shard_optimizer import OptimizerClass
@@ -86,7 +85,7 @@ def find_recipe(
             return None
         if section.type in registry.NAMES:
             if section.type == "OneBitMuon":
-                mark_matrices(model.named_parameters(), model)
+                muon.mark_matrices(model.named_parameters(), model)
             return Recipe(parameters, registry.entry(section.type), dict(section.params))
         if not is_local_updates(section.type):
             return Recipe(parameters, *_uncompressed(section, model))
@@ -105,7 +104,7 @@ def _uncompressed(section: OptimizerConfig, model: nn.Module) -> tuple[Optimizer
     """The class that a section names, one that sends gradients exactly, and its options."""
     options = {name: value for name, value in section.params.items() if (name, value) != ("elastic", None)}
     if section.type == "Muon":
-        mark_matrices(model.named_parameters(), model)
+        muon.mark_matrices(model.named_parameters(), model)
     if section.type in UNCORRECTED and not options.pop("bias_correction", True):
         return UNCORRECTED[section.type], options
     return uncompressed_class(section.type), options
@@ -148,12 +147,10 @@ def _check_can_be_taken_over(optimizer: torch.optim.Optimizer) -> None:
 
 def groups_of(parameters: ParamsT) -> list[dict[str, Any]]:
     """The parameters as groups, each once in its own; those that are some already stay the same dicts."""
-    given: list[Any] = list(parameters)
-    if not all(isinstance(one, dict) for one in given):
-        given = [{"params": given}]
+    given = muon.groups_of(parameters)
     for group in given:
-        every = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        group["params"] = list(dict.fromkeys(one[1] if isinstance(one, tuple) else one for one in every))
+        every = (one[1] if isinstance(one, tuple) else one for one in group["params"])
+        group["params"] = list(dict.fromkeys(every))
         for one in group["params"]:
             if not isinstance(one, Tensor):
                 raise TypeError(f'model_parameters are tensors, or groups with "params" of them, not {one!r}')

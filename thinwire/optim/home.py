@@ -329,6 +329,18 @@ def check_settings(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
             )
 
 
+def be_as_far(group: FreezeGroup, names: Sequence[str], saved: Mapping[str, Any]) -> None:
+    """Take over what counters have `saved` of a freeze group: all but what tensors hold."""
+    group.clock.steps = saved["steps"]
+    rule = group.rule
+    if rule is not None and saved["rule"] and saved["rule"].keys() == rule.state().keys():
+        rule.load(saved["rule"])  # else freeze_step was changed: the new rule starts afresh
+    group.algorithm.load_scalars(saved["scalars"], names)
+    if saved["frozen_at"] is not None and group.clock.frozen_at is None:
+        group.storage.begin_frozen_state()
+    group.clock.frozen_at = saved["frozen_at"]
+
+
 def _load_group(
     group: FreezeGroup,
     names: Sequence[str],
@@ -342,14 +354,7 @@ def _load_group(
     `ranks`, `own`: whose residuals and whose own state to take the mean of, the averages that the next exchange makes
     of which are what they would have been; None where they cannot be had.
     """
-    group.clock.steps = saved["steps"]
-    rule = group.rule
-    if rule is not None and saved["rule"] and saved["rule"].keys() == rule.state().keys():
-        rule.load(saved["rule"])  # else freeze_step was changed: the new rule starts afresh
-    group.algorithm.load_scalars(saved["scalars"], names)
-    if saved["frozen_at"] is not None and group.clock.frozen_at is None:
-        group.storage.begin_frozen_state()
-    group.clock.frozen_at = saved["frozen_at"]
+    be_as_far(group, names, saved)
     for bucket in group.buckets:
         group.storage.load_state(bucket, names, source, own)
     group.restore()

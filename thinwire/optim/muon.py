@@ -18,7 +18,7 @@ from typing_extensions import override
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import Nodes
 from thinwire.comm.elastic import Elastic
-from thinwire.comm.launch import join
+from thinwire.comm.launch import Backend, join
 from thinwire.compress.packet_layout import LOW_RANK, BlockCodecName
 from thinwire.optim.exact import ExactOptimizer, check_betas, check_not_negative
 from thinwire.optim.optimizer import SavingsReport
@@ -203,7 +203,7 @@ def _rates(lr: float | None, muon_lr: float | None, adam_lr: float | None) -> tu
 def groups_of(params: ParamsT) -> list[dict[str, Any]]:
     """The groups of parameters, or the one that they are."""
     given: list[Any] = list(params)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    groups = given if all(isinstance(one, dict) for one in given) else [{"params": given}]
     for group in groups:
         group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     return groups
@@ -293,7 +293,7 @@ class OneBitMuon(ShardedOptimizer):
         stage: Literal[0, 1, 2] = 0,
         comm: Communicator | None = None,
         mesh: DeviceMesh | None = None,
-        comm_backend_name: Literal["nccl", "gloo", "mpi"] | None = None,
+        comm_backend_name: Backend | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         param_dtype: torch.dtype | None = None,
         bucket_bytes: int | None = None,

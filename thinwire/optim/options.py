@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.comm import Communicator
 from thinwire.comm.agreement import Nodes
 from thinwire.comm.elastic import Elastic
+from thinwire.comm.launch import Backend
 from thinwire.compress.codecs import make_codec
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.optim.algorithm import Algorithm, FreezeRule, FreezeStep, make_freeze_rule
@@ -24,8 +25,6 @@ from thinwire.optim.step import ROUNDING, AdamSettings, OwnedParameters, Peak
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
 from thinwire.zero.sharded_home import check_interval
-
-Backend = Literal["nccl", "gloo", "mpi"]
 
 
 class HomeKeywords(TypedDict, total=False):

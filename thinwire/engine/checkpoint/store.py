@@ -82,10 +82,14 @@ class Snapshot:
     rank_values: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
+    def named(self) -> list[tuple[str, Tensor]]:
+        """All tensors, by what an error calls them."""
+        slices = [(f"slice {one.kind!r} of {one.name!r} at {one.start}", one.tensor) for one in self.slices]
+        return [*slices, *self.rank_tensors.items(), *self.buffers.items()]
+
     def check(self) -> None:
         """Raise ValueError or TypeError for what could not be read back."""
-        named = [(f"slice {one.kind!r} of {one.name!r} at {one.start}", one.tensor) for one in self.slices]
-        for what, tensor in (*named, *self.rank_tensors.items(), *self.buffers.items()):
+        for what, tensor in self.named():
             if tensor.dtype not in CODES:
                 raise TypeError(
                     f"{what} is {dtype_name(tensor.dtype)}, which a checkpoint cannot hold; expected one of "
@@ -97,10 +101,6 @@ class Snapshot:
                 json.dumps(values)
             except (TypeError, ValueError) as error:
                 raise TypeError(f"{name} must hold what JSON can write: {error}") from error
-
-    def tensors(self) -> list[Tensor]:
-        """All of them."""
-        return [*(one.tensor for one in self.slices), *self.rank_tensors.values(), *self.buffers.values()]
 
     def copied_to_cpu(self) -> Snapshot:
         """The same with tensors of its own, which training does not change."""
@@ -200,7 +200,7 @@ class CheckpointStore:
             if self._asynchronous:
                 copying = "copy its tensors for an asynchronous save"
                 snapshot = on_every_rank(self._comm, snapshot.copied_to_cpu, copying, (MemoryError, RuntimeError))
-            for device in {tensor.device for tensor in snapshot.tensors()}:
+            for device in {tensor.device for _, tensor in snapshot.named()}:
                 if device.type == "cuda":  # the thread that reads the tensors has streams of its own
                     torch.cuda.current_stream(device).synchronize()
         except BaseException:

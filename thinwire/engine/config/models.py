@@ -5,7 +5,7 @@ Every key in here has an effect in the engine; any other is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -16,39 +16,23 @@ from thinwire.optim.settings import WholeNumber
 from thinwire.parallel.splitting import SCHEDULES, ScheduleName
 
 
-def _never(value: Any) -> Any:
-    # Other libraries write an infinite number of steps for "never".
-    return None if value == float("inf") else value
+def _spelled(change: Callable[[str], Any]) -> BeforeValidator:
+    """A text is taken for what `change` makes of it."""
+    return BeforeValidator(lambda value: change(value) if isinstance(value, str) else value)
 
 
-def _capitalized(value: Any) -> Any:
-    return value.capitalize() if isinstance(value, str) else value
-
-
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
-def _upper(value: Any) -> Any:
-    return value.upper() if isinstance(value, str) else value
-
-
-def _schedule_name(value: Any) -> Any:
-    return SCHEDULES.get(_lower(value), value) if isinstance(value, str) else value
-
-
-def _short_name(value: Any) -> Any:
-    return _OTHER_NAMES.get(_lower(value), _lower(value)) if isinstance(value, str) else value
-
-
+# Other libraries write an infinite number of steps for "never".
+_FINITE = BeforeValidator(lambda value: None if value == float("inf") else value)
 _OTHER_NAMES = {
     **{name: "fp32" for name in ("float", "float32", "torch.float32")},
     **{name: "fp16" for name in ("half", "float16", "torch.float16")},
     **{name: "bf16" for name in ("bfp16", "bfloat16", "torch.bfloat16")},
 }
 
-LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(_upper)]
-FloatName = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_short_name)]
+LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], _spelled(str.upper)]
+FloatName = Annotated[
+    Literal["fp32", "fp16", "bf16"], _spelled(lambda name: _OTHER_NAMES.get(name.lower(), name.lower()))
+]
 
 UNCLIPPED = (
     '"gradient_clipping" is not set, so gradients are not clipped (other libraries clip at 1.0 by default since June '
@@ -144,11 +128,7 @@ class OffloadConfig(Section):
     nvme_path: str | None = Field(default=None, min_length=1)
 
 
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-_Names = Annotated[list[str], BeforeValidator(_listed)]
+_Names = Annotated[list[str], _spelled(lambda one: [one])]
 
 
 class LeafModuleConfig(Section):
@@ -257,7 +237,7 @@ class CheckpointConfig(Section):
 
     keep_last: WholeNumber | None = Field(default=None, ge=2)
     async_save: bool = False
-    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalized)] = "Warn"
+    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], _spelled(str.capitalize)] = "Warn"
 
 
 class PipelineConfig(Section):
@@ -269,7 +249,7 @@ class PipelineConfig(Section):
     """
 
     stages: WholeNumber = Field(default=1, ge=1)
-    schedule: Annotated[ScheduleName, BeforeValidator(_schedule_name)] = "1F1B"
+    schedule: Annotated[ScheduleName, _spelled(lambda name: SCHEDULES.get(name.lower(), name))] = "1F1B"
     split: Literal["parameters", "time"] | list[str] = "parameters"
     activations: MemorylessCodec = "none"
     gradients: MemorylessCodec = "none"
@@ -312,7 +292,7 @@ class EngineConfig(Section):
     communication_codec: BlockCodecName | tuple[BlockCodecName, BlockCodecName] | None = None
     prescale_gradients: bool = False
     gradient_predivide_factor: float = Field(default=1.0, gt=0)
-    gradient_allreduce_op: Annotated[Literal["mean", "avg", "sum"], BeforeValidator(_lower)] = "mean"
+    gradient_allreduce_op: Annotated[Literal["mean", "avg", "sum"], _spelled(str.lower)] = "mean"
     gradient_clipping: float = Field(default=0.0, ge=0)
     initial_weights: str | None = None
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
@@ -322,7 +302,7 @@ class EngineConfig(Section):
     fast_encoder: bool = False
     quantized_training: Literal["int8-dynamic", "int8", "int4"] | None = None
     progressive_layer_drop: LayerDropConfig = LayerDropConfig()
-    steps_per_print: Annotated[WholeNumber | None, BeforeValidator(_never)] = Field(default=None, ge=1)
+    steps_per_print: Annotated[WholeNumber | None, _FINITE] = Field(default=None, ge=1)
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     log_level: LogLevel | None = None

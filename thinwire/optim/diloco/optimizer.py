@@ -15,15 +15,9 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import (
-    NodeLinks,
-    Nodes,
-    agree_on_nodes,
-    check_same_on_every_rank,
-    on_every_rank,
-)
+from thinwire.comm.agreement import NodeLinks, Nodes, agree_on_nodes, check_same_on_every_rank, on_every_rank
 from thinwire.comm.elastic import Elastic
-from thinwire.comm.launch import join
+from thinwire.comm.launch import Backend, join
 from thinwire.compress.codecs import Codec, make_codec
 from thinwire.compress.packet_layout import DEFAULT_BLOCK_SIZE, CodecName
 from thinwire.optim.diloco.elastic_home import ElasticHome
@@ -46,7 +40,6 @@ from thinwire.optim.diloco.worker import NodeWorker, Worker
 from thinwire.optim.elastic_job import enter_elastic_job, own_communicator
 from thinwire.optim.muon import mark_matrices
 from thinwire.optim.optimizer import SavingsReport
-from thinwire.optim.options import Backend
 from thinwire.zero import ShardedOptimizer
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_parameters, check_same_kind
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer

@@ -60,24 +60,18 @@ def check_options(inner_class: object, given: Mapping[str, Any], elastic: object
         )
     if fragments != "auto":
         check_count("fragments", fragments)
-    for name, value, low, high in (
-        ("mix", 0.0 if mix == "carry" else mix, 0.0, 1.0),
-        ("outer_momentum", given["outer_momentum"], 0.0, 1.0),
-        ("outer_lr", 1.0 if outer_lr in (None, "auto") else outer_lr, 0.0, math.inf),
-        ("guard", 3.0 if guard is None else guard, 1.0, math.inf),
-        ("max_norm", given["max_norm"], 0.0, math.inf),
-        ("tokens", 1.0 if tokens is None else tokens, 1e-9, 1e15),
+    for name, value, low, high, beside in (
+        ("mix", 0.0 if mix == "carry" else mix, 0.0, 1.0, ', or "carry"'),
+        ("outer_momentum", given["outer_momentum"], 0.0, 1.0, ""),
+        ("outer_lr", 1.0 if outer_lr in (None, "auto") else outer_lr, 0.0, math.inf, ', or "auto"'),
+        ("guard", 3.0 if guard is None else guard, 1.0, math.inf, ", or None"),
+        ("max_norm", given["max_norm"], 0.0, math.inf, ", or None"),
+        ("tokens", 1.0 if tokens is None else tokens, 1e-9, 1e15, ""),
     ):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not low <= value < high:
-            word = {
-                "outer_lr": ', or "auto"',
-                "mix": ', or "carry"',
-                "guard": ", or None",
-                "max_norm": ", or None",
-            }.get(name, "")
             raise ValueError(
-                f"{name} must be a number from {low:g} up to, not including, {high:g}{word}, got {value!r}"
+                f"{name} must be a number from {low:g} up to, not including, {high:g}{beside}, got {value!r}"
             )
     if given["stage"] not in (0, 1, 2):
         raise ValueError(

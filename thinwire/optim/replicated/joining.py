@@ -19,6 +19,7 @@ from thinwire.comm import CommunicationError, Communicator
 from thinwire.comm.attendance import in_background
 from thinwire.comm.membership import Membership
 from thinwire.comm.pairwise import Messages
+from thinwire.optim.home import be_as_far
 from thinwire.optim.replicated.elastic_buckets import Arrival
 from thinwire.optim.replicated.synchronizer import FreezeGroups
 from thinwire.zero.rank_checks import broadcast_from_rank_0
@@ -52,13 +53,7 @@ class CommonState:
         """Be as far as another worker, but for what tensors hold."""
         self._load(where)
         for group, saved in zip(self._layout.groups, where["freeze_groups"], strict=True):
-            group.clock.steps = saved["steps"]
-            if group.rule is not None and saved["rule"]:
-                group.rule.load(saved["rule"])
-            group.algorithm.load_scalars(saved["scalars"], self._layout.table.names)
-            if saved["frozen_at"] is not None and group.clock.frozen_at is None:
-                group.storage.begin_frozen_state()
-            group.clock.frozen_at = saved["frozen_at"]
+            be_as_far(group, self._layout.table.names, saved)
             if group.shows_own_weights:
                 group.storage.keep_common()
 
