@@ -36,9 +36,9 @@ from torch.distributed import PrefixStore, TCPStore
 
 import thinwire
 from tests.chaos import accounts
-from tests.chaos.harness import Outcome
+from tests.chaos.harness import judged, of_jobs
 from tests.chaos.hosts import Hosts
-from tests.chaos.kills import in_own_process, load_kernels
+from tests.chaos.kills import load_kernels
 from tests.engine.checkpoint.kill import exit_code, fork
 from tests.launching import free_port
 from tests.optim.diloco.tower import Tower, flat
@@ -408,21 +408,9 @@ def undisturbed_loss(trial: Trial) -> float:
     return losses.pop()
 
 
-def garbage(count: int, seed: int, python: str = sys.executable) -> Outcome:
-    """Run so many jobs with a worker that sends garbage."""
-    return run(count, seed, python, "garbage")
-
-
-def run(count: int, seed: int, python: str = sys.executable, *kind: str) -> Outcome:
-    """Run so many jobs, in a process of their own."""
-    outcome = Outcome()
-    done = in_own_process(python, "tests.chaos.elastic", str(count), str(seed), *kind)
-    lines = done.stdout.splitlines()
-    for line in lines[:count]:
-        outcome.note([line] if line != "good" else [])
-    if done.returncode or len(lines) < count:
-        outcome.note([f"{done.returncode}: {done.stderr[-800:]}"])
-    return outcome
+run = of_jobs("tests.chaos.elastic")
+garbage = of_jobs("tests.chaos.elastic", "garbage")
+"""Of jobs with a worker that sends garbage."""
 
 
 def main(count: int, seed: int, make: Callable[[random.Random, CodecName, int, bool], Trial]) -> None:
@@ -440,8 +428,7 @@ def main(count: int, seed: int, make: Callable[[random.Random, CodecName, int, b
             usual[form] = undisturbed_loss(Trial("undisturbed", codec=codec_name, size=size, shares=shares))
         trial = make(source, codec_name, size, shares)
         bad = judge(trial, usual[form])
-        print(f"{time.monotonic() - begin:.1f} s {trial}", file=sys.stderr, flush=True)
-        print("; ".join(bad).replace("\n", " ") or "good", flush=True)
+        judged(trial, time.monotonic() - begin, bad)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ it and gets an error that says so; the parent goes on as if nothing had been.
 """
 
 import gc
-import hashlib
 import multiprocessing
 import os
 import random
@@ -23,9 +22,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import thinwire
-from tests.chaos.harness import Outcome, raised_by_us
+from tests.chaos.harness import Outcome, digest, raised_by_us, tell
 from tests.launching import Jobs
-from tests.optim.training import loss_of, make_model, weights
+from tests.optim.training import loss_of, make_model
 from thinwire import comm as communication
 from thinwire.zero import ShardedOptimizer
 
@@ -200,10 +199,9 @@ def live(form: str, count: int, seed: str) -> None:
     """Say of each trial what is wrong, and in the end what weights there are."""
     program, source = Program(form), random.Random(seed)
     for _ in range(count):
-        os.write(1, f"tried {one(program, source)}\n".encode())
+        tell(f"tried {one(program, source)}")
     program.optimizer.synchronize_weights()
-    digest = hashlib.sha256(weights(program.model).numpy().tobytes()).hexdigest()[:16]
-    os.write(1, f"ended {digest}\n".encode())
+    tell(f"ended {digest(program.model)}")
 
 
 def of_form(form: str, count: int, seed: int, python: str = sys.executable) -> list[str]:

@@ -5,7 +5,10 @@ Bad is a wrong result, an exception that does not come from a check of thinwire'
 """
 
 import hashlib
+import os
 import re
+import subprocess
+import sys
 import threading
 import traceback
 import warnings
@@ -18,6 +21,7 @@ from typing import Any
 from torch import nn
 
 import thinwire
+from tests.launching import REPOSITORY, environment
 from tests.optim.training import weights
 from thinwire.comm import CommunicationTimeout, Communicator, threads
 from thinwire.engine.errors import CheckpointError, UsageError
@@ -80,6 +84,39 @@ def _watch(trial: Trial, seed: str, found: list[str]) -> None:
         found += trial(seed)
     except BaseException as error:
         found.append("".join(traceback.format_exception(error)[-4:]))
+
+
+def in_own_process(python: str, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """One that may fork, as no backward has run in it."""
+    quiet = environment(TORCH_CPP_LOG_LEVEL="ERROR")
+    return subprocess.run([python, "-m", module, *arguments], env=quiet, cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def of_jobs(module: str, *kind: str) -> Callable[..., Outcome]:
+    """The harness of so many jobs that a program starts, which gives `judged` of each."""
+
+    def run(count: int, seed: int, python: str = sys.executable) -> Outcome:
+        outcome = Outcome()
+        done = in_own_process(python, module, str(count), str(seed), *kind)
+        lines = done.stdout.splitlines()
+        for line in lines[:count]:
+            outcome.note([line] if line != "good" else [])
+        if done.returncode or len(lines) < count:
+            outcome.note([f"{done.returncode}: {done.stderr[-800:]}"])
+        return outcome
+
+    return run
+
+
+def judged(job: object, seconds: float, found: list[str]) -> None:
+    """Say what is wrong with one of many jobs."""
+    print(f"{seconds:.1f} s {job}", file=sys.stderr, flush=True)
+    print("; ".join(found).replace("\n", " ") or "good", flush=True)
+
+
+def tell(line: str) -> None:
+    """Say a whole line at once: ranks share one output."""
+    os.write(1, f"{line}\n".encode())
 
 
 def raised_by_us(error: BaseException) -> bool:

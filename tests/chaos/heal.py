@@ -8,7 +8,6 @@ sample counts once an epoch.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import sys
@@ -38,11 +37,11 @@ from tests.chaos.elastic import (
     kill_self_at,
     run_trial,
 )
-from tests.chaos.harness import Outcome
+from tests.chaos.harness import digest, judged, of_jobs
 from tests.chaos.hosts import Hosts, emulated_hosts
-from tests.chaos.kills import in_own_process, load_kernels
+from tests.chaos.kills import load_kernels
 from tests.engine.checkpoint.kill import exit_code, fork
-from tests.optim.diloco.tower import Tower, flat, together
+from tests.optim.diloco.tower import Tower, together
 from thinwire.comm import CommunicationError, communicator, elastic
 from thinwire.comm.decisions import Decisions
 from thinwire.comm.relay import GenerationCommunicator
@@ -146,10 +145,6 @@ def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(SIZE, 5, generator=generator)
     return TensorDataset(torch.arange(SIZE), inputs, inputs.sum(1, keepdim=True).mul(0.5).sin())
-
-
-def digest(model: Tower) -> str:
-    return hashlib.sha256(flat(model.parameters()).numpy().tobytes()).hexdigest()[:16]
 
 
 def train(model: Tower, optimizer: Any, on_step: Any, begin: Any, before_backward: Any, pace: float) -> None:
@@ -337,16 +332,7 @@ def in_a_fork(call: Any) -> str:
     return text
 
 
-def run(count: int, seed: int, python: str = sys.executable) -> Outcome:
-    """Run so many jobs, in a process of their own."""
-    outcome = Outcome()
-    done = in_own_process(python, "tests.chaos.heal", str(count), str(seed))
-    lines = done.stdout.splitlines()
-    for line in lines[:count]:
-        outcome.note([line] if line != "good" else [])
-    if done.returncode or len(lines) < count:
-        outcome.note([f"{done.returncode}: {done.stderr[-800:]}"])
-    return outcome
+run = of_jobs("tests.chaos.heal")
 
 
 def main(count: int, seed: int) -> None:
@@ -360,8 +346,7 @@ def main(count: int, seed: int) -> None:
         for job in jobs:
             begin = time.monotonic()
             bad = judge(job, hosts)
-            print(f"{time.monotonic() - begin:.1f} s {job}", file=sys.stderr, flush=True)
-            print("; ".join(bad).replace("\n", " ") or "good", flush=True)
+            judged(job, time.monotonic() - begin, bad)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,10 +20,10 @@ from typing import Any
 
 import torch
 
-from tests.chaos.harness import Outcome
+from tests.chaos.harness import Outcome, in_own_process
 from tests.engine.checkpoint.kill import exit_code, fork, kill_self_at_call
 from tests.engine.tiny import make_engine, settings, train
-from tests.launching import REPOSITORY, environment, free_port
+from tests.launching import free_port
 from thinwire import comm as communication
 from thinwire.comm import CommunicationError, Communicator, threads
 from thinwire.compress import make_codec
@@ -262,12 +261,6 @@ def run(count: int, seed: int, forms: list[Form] = FORMS, python: str = sys.exec
         outcome.note(bad)
         outcome.tried += int(first) - 1
     return outcome
-
-
-def in_own_process(python: str, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """One that may fork, as no backward has run in it."""
-    quiet = environment(TORCH_CPP_LOG_LEVEL="ERROR")
-    return subprocess.run([python, "-m", module, *arguments], env=quiet, cwd=REPOSITORY, capture_output=True, text=True)
 
 
 def load_kernels(*codecs: CodecName) -> None:

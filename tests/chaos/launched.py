@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.chaos.harness import each_seed
+from tests.chaos.harness import each_seed, tell
 from tests.chaos.kills import digest_of
 from tests.engine.tiny import loss_of, make_engine, settings
 from tests.launching import Jobs, find_mpirun
@@ -91,9 +91,9 @@ def live(trial: Trial) -> None:
         if odd and trial.fault == "raises" and isinstance(error, ZeroDivisionError):
             raise
         text = " ".join(str(error).split())[:300]
-        _tell(f"error {rank} {type(error).__name__}: {text}")
+        tell(f"error {rank} {type(error).__name__}: {text}")
         raise
-    _tell(f"ended {rank} {digest}")
+    tell(f"ended {rank} {digest}")
 
 
 def _train(world: Communicator, trial: Trial, odd: bool) -> str:
@@ -119,11 +119,6 @@ def _misbehave(engine: Engine, fault: str) -> bool:
     if fault == "another rate":
         engine.optimizer.param_groups[0]["lr"] *= 2
     return fault != "a step less"
-
-
-def _tell(line: str) -> None:
-    """A whole line at once: the ranks share one output."""
-    os.write(1, f"{line}\n".encode())
 
 
 # The trial

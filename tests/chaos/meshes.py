@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.chaos.harness import each_seed
+from tests.chaos.harness import each_seed, tell
 from tests.engine.parts_job import CONFIG, MICRO_BATCHES
 from tests.launching import Jobs
 from tests.parallel.training import batches, gpt2
@@ -77,9 +77,9 @@ def live(trial: Trial, folder: str) -> None:
                 engine.save_checkpoint(folder)
     except Exception as error:
         text = " ".join(str(error).split())
-        _tell(f"error {rank} {type(error).__name__}: {text[:1000]}")
+        tell(f"error {rank} {type(error).__name__}: {text[:1000]}")
         raise
-    _tell(f"ended {rank} {began} {float(loss):.6f}")
+    tell(f"ended {rank} {began} {float(loss):.6f}")
 
 
 def _engine(trial: Trial, odd: bool) -> Engine:
@@ -99,11 +99,6 @@ def _engine(trial: Trial, odd: bool) -> Engine:
     ahead = {"schedule": "Eager1F1B", "activations": "int8", "gradients": "int8"} if "ahead" in trial.mesh else {}
     config |= {"pipeline": {"stages": stages, **ahead}, "tensor_parallel": {"autotp_size": parts}}
     return initialize(model=model, config=config)[0]
-
-
-def _tell(line: str) -> None:
-    """A whole line at once: the ranks share one output."""
-    os.write(1, f"{line}\n".encode())
 
 
 # The trial

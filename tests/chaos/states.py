@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.chaos.harness import each_seed, faults, run_ranks
-from tests.optim.subject import FREEZE, LOCAL, SUBJECTS, Subject
+from tests.chaos.harness import digest, each_seed, faults, run_ranks
+from tests.chaos.turns import ALL, Exact
+from tests.optim.subject import FREEZE, LOCAL, Subject
 from tests.optim.training import make_model, snapshot, train
 from thinwire.comm import Communicator, threads
 from thinwire.optim import DiLoCo
-from thinwire.zero import ShardedOptimizer
 
 SIZE = 2
 DTYPES = (torch.float32, torch.bfloat16)
@@ -32,37 +32,23 @@ def build_diloco(model: nn.Module, comm: Communicator) -> Any:
     return DiLoCo(model.named_parameters(), torch.optim.AdamW, comm=comm, lr=3e-3, **options)
 
 
-def build_sharded(stage: int, model: nn.Module, comm: Communicator) -> Any:
-    named = list(model.named_parameters())
-    options = {"lr": 3e-3, "block_size": 64, "bucket_bytes": 1000}
-    return ShardedOptimizer(
-        model.parameters(), torch.optim.AdamW, stage=stage, comm=comm, named_parameters=named, **options
-    )
-
-
 @dataclass(frozen=True)
 class Form:
     """An optimizer, the dtype of its parameters, and the steps after which it saves."""
 
-    subject: Subject | str
+    subject: Subject | Exact | str
     dtype: torch.dtype
     steps: int
 
     def build(self, comm: Communicator) -> tuple[nn.Module, Any]:
         model = make_model(dtype=self.dtype)
-        if isinstance(self.subject, Subject):
-            return model, self.subject.build(model, comm)
-        return model, build_diloco(model, comm) if self.subject == "diloco" else build_sharded(
-            int(self.subject[-1]), model, comm
-        )
+        if isinstance(self.subject, str):
+            return model, build_diloco(model, comm)
+        return model, self.subject.build(model, comm, bucket_bytes=1000)
 
 
-OTHERS = ("diloco", "sharded-0", "sharded-1", "sharded-2")
 FORMS = [
-    Form(subject, dtype, steps)
-    for subject in (*SUBJECTS, *OTHERS)
-    for dtype in DTYPES
-    for steps in (3, FREEZE + 3, LOCAL)
+    Form(subject, dtype, steps) for subject in (*ALL, "diloco") for dtype in DTYPES for steps in (3, FREEZE + 3, LOCAL)
 ]
 
 
@@ -131,7 +117,7 @@ def other(value: Any, source: random.Random) -> Any:
     return source.choice(VALUES)
 
 
-def digest(model: nn.Module, optimizer: Any) -> str:
+def digest_with_state(model: nn.Module, optimizer: Any) -> str:
     """Of weights and all state."""
     found = hashlib.sha256(repr(optimizer.param_groups[0]["lr"]).encode())
     for one in [*model.state_dict().values(), *flat(snapshot(model, optimizer))]:
@@ -164,16 +150,14 @@ def run(seed: str) -> Iterator[str]:
         model, optimizer = form.build(comm)
         train(model, optimizer, range(2))
         model.load_state_dict(model_states[comm.rank])
-        before = digest(model, optimizer)
+        before = digest_with_state(model, optimizer)
         try:
             optimizer.load_state_dict(state)
         except ValueError:
-            if digest(model, optimizer) != before:
+            if digest_with_state(model, optimizer) != before:
                 raise AssertionError("it had moved when it was refused") from None
             raise
-        train(model, optimizer, range(form.steps, form.steps + 2))
-        optimizer.synchronize_weights()
-        return hashlib.sha256(repr([one.tolist() for one in model.parameters()]).encode()).hexdigest()[:16]
+        return go_on(model, optimizer)
 
     def by_right(comm: Communicator) -> str:
         """The same, loaded as it was saved, and then set as was edited."""
@@ -184,9 +168,12 @@ def run(seed: str) -> Iterator[str]:
         optimizer.load_state_dict(state)
         for group, settings in zip(optimizer.param_groups, edited, strict=True):
             group.update({key: value for key, value in settings.items() if key != "params"})
+        return go_on(model, optimizer)
+
+    def go_on(model: nn.Module, optimizer: Any) -> str:
         train(model, optimizer, range(form.steps, form.steps + 2))
         optimizer.synchronize_weights()
-        return hashlib.sha256(repr([one.tolist() for one in model.parameters()]).encode()).hexdigest()[:16]
+        return digest(model)
 
     ends = run_ranks(lambda comm: load(comm, states[comm.rank]), SIZE)
     found = faults(ends)

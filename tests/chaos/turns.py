@@ -42,9 +42,8 @@ class Exact:
         return f"ShardedOptimizer-{self.stage}"
 
     def build(self, model: nn.Module, comm: Communicator, **options: Any) -> ShardedOptimizer:
-        return ShardedOptimizer(
-            model.parameters(), torch.optim.AdamW, stage=self.stage, comm=comm, block_size=8, lr=1e-2, **options
-        )
+        named, given = model.named_parameters(), {"block_size": 8, "lr": 1e-2, **options}
+        return ShardedOptimizer(named, torch.optim.AdamW, stage=self.stage, comm=comm, **given)
 
 
 ALL: list[Subject | Exact] = [*SUBJECTS, *(Exact(stage) for stage in (0, 1, 2))]
