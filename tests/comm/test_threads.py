@@ -89,18 +89,6 @@ def test_a_raising_rank_is_named_and_its_exception_comes_out():
         assert "rank 1 raised KeyError" in str(error)
 
 
-def test_a_raising_rank_is_seen_in_other_groups():
-    def fail(comm: Communicator) -> None:
-        half = comm.split(int(comm.rank == 2))
-        assert half is not None
-        if comm.rank == 2:
-            raise KeyError
-        comm.barrier()
-
-    with pytest.raises(KeyError):
-        threads.run(fail, 3)
-
-
 def test_a_rank_that_returns_early_is_named():
     def leave(comm: Communicator) -> None:
         if comm.rank != 1:

@@ -81,7 +81,7 @@ def test_one_rank_overflows_every_rank_knows_and_residuals_stay(comm, codec, bad
     assert (bool(torch.isfinite(output).all()), unchanged, bool(torch.isfinite(after).all())) == (False, True, True)
 
 
-@pytest.mark.parametrize(("numel", "parts"), [(1_000_000, 1), (4_194_305, 1), (8_388_608, 2), (12_600_001, 3)])
+@pytest.mark.parametrize(("numel", "parts"), [(4_194_305, 1), (8_388_608, 2)])
 def test_bytes_on_the_wire_and_two_collectives_a_part(numel, parts) -> None:
     world_size = 4
 

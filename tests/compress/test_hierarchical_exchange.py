@@ -14,6 +14,7 @@ from tests.compress.test_exchange import both_legs
 from tests.launching import on_threads
 from tests.optim.subject import BY_NODE, Subject
 from tests.optim.training import make_model, train, weights
+from tests.pairwise import each_once
 from tests.zero.saved import join, save
 from thinwire.comm import Communicator, threads
 from thinwire.comm.agreement import NodeGroups, NodeLinks, agree_on_nodes, link_nodes
@@ -59,8 +60,7 @@ def test_the_average_over_ranks(node_of: list[int], numel: int, codec: str, seed
     torch.testing.assert_close(averages[0].double(), wanted, rtol=0, atol=loss * max(1.0, len(node_of)))
 
 
-@pytest.mark.parametrize("node_of", CLUSTERS)
-@pytest.mark.parametrize("codec", ["sign1", "int8"])
+@pytest.mark.parametrize(("node_of", "codec"), each_once(CLUSTERS, ["sign1", "int8"]))
 def test_error_feedback_makes_up_for_what_was_lost(node_of: list[int], codec: str) -> None:
     numel, steps = 700, 60
     size = len(node_of)
@@ -76,23 +76,6 @@ def test_error_feedback_makes_up_for_what_was_lost(node_of: list[int], codec: st
         assert torch.equal(total, totals[0])
     # What is missing is in the residuals, which do not grow with the steps.
     assert float((totals[0] - wanted).abs().mean()) < 0.15 * steps**0.5
-
-
-@pytest.mark.parametrize("node_of", [[0, 1, 2], [0, 1]])
-def test_nodes_of_one_rank_exchange_as_ranks_do(node_of: list[int]) -> None:
-    numel = 500
-    mine = [vectors(len(node_of), numel, step) for step in range(5)]
-
-    def body(comm: Communicator, links: NodeLinks) -> tuple[Tensor, Tensor]:
-        kinds = (
-            HierarchicalExchange(links, numel, make_codec("sign1", 64)),
-            Exchange(comm, numel, make_codec("sign1", 64)),
-        )
-        by_node, flat = ([one.average(v[comm.rank], step).clone() for step, v in enumerate(mine)] for one in kinds)
-        return torch.stack(by_node), torch.stack(flat)
-
-    for by_node, flat in run(node_of, body):
-        assert torch.equal(by_node, flat)
 
 
 def test_two_nodes_of_two_send_half_of_what_four_ranks_do() -> None:

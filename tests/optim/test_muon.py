@@ -174,50 +174,6 @@ def test_checkpoints_cross_to_and_from_exact_muon_on_any_number_of_ranks(ranks: 
             assert torch.equal(after, found[0][1])
 
 
-@on_threads(2)
-def test_a_grad_scaler_scales_what_travels_and_nothing_else(comm: Communicator) -> None:
-    model, other = make_marked(), make_marked()
-    plain, scaled = build(model, comm), build(other, comm)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    for step in range(8):
-        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + comm.rank))
-        for one in (model, other):
-            loss = (one(inputs) - 1).square().mean()
-            (loss if one is model else scaler.scale(loss)).backward()
-        plain.step()
-        scaler.step(scaled)
-        scaler.update()
-        plain.zero_grad()
-        scaled.zero_grad()
-        assert torch.equal(weights(model), weights(other)) or step >= 2
-    assert scaler.get_scale() == 2.0**14
-    gap = sum(one.abs().max() for one in scaled.rank_tensors().values() if one.is_floating_point())
-    assert gap > 0
-    torch.testing.assert_close(weights(model), weights(other), rtol=0, atol=0.05)
-    assert len(set(comm.all_gather_bytes(weights(other).numpy().tobytes()))) == 1
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@on_threads(4)
-def test_bytes_that_are_sent_and_held(comm: Communicator, dtype: torch.dtype | None) -> None:
-    model = nn.ModuleDict({f"layer{number}": nn.Linear(256, 256, bias=False) for number in range(8)})
-    model["embedding"] = nn.Embedding(512, 256)
-    optimizer = build(model, comm, codec="sign1", block_size=2048, param_dtype=dtype)
-    matrices, rest = 8 * 256 * 256, 512 * 256
-    before = optimizer.bytes_sent
-    hidden = model["embedding"](torch.arange(512))
-    for number in range(8):
-        hidden = model[f"layer{number}"](hidden)
-    hidden.square().mean().backward()
-    optimizer.step()
-    an_element = (matrices * 2.5 / 8 + rest * 4 / 8) / (matrices + rest) * 3 / 4  # 4 directions: half a bit one way
-    assert an_element < (optimizer.bytes_sent - before) / (matrices + rest) < 1.07 * an_element
-    held, numel = optimizer.model_state_bytes(), matrices + rest
-    assert held["master weights"] == 4 * numel / comm.size
-    assert held["optimizer state"] == (4 * matrices + 8 * rest) / comm.size
-    assert held["residuals"] == 4 * numel
-
-
 def test_embeddings_heads_and_what_is_marked_are_no_hidden_matrices() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""1-bit Adam is AdamW until the freeze, the paper's algorithm after it, and bit for bit the same on every rank; sharded
-it has the same losses, replicas that stay equal, and residuals that steps which are not taken leave alone."""
+"""1-bit Adam is the paper's algorithm, and bit for bit the same on every rank; sharded it has the same losses, replicas
+that stay equal, and residuals that steps which are not taken leave alone. Its warmup: tests/optim/test_warmup.py."""
 
 import numpy as np
 import pytest
@@ -14,60 +14,10 @@ from tests.optim.adam.reference import ReferenceOneBitAdam
 from tests.optim.training import loss_of, make_model, make_optimizer, through_a_file, train, weights
 from tests.refusing import refused
 from thinwire.comm import Communicator, threads
-from thinwire.compress.kernels.adam import AdamFactors, AdamStep, plain_adam_step
 from thinwire.compress.packet_layout import CodecName
 from thinwire.zero import ReplicaDriftError
 from thinwire.zero.bucket_layout import frozen_state_formula
 from thinwire.zero.rank_state import seal
-
-STEPS = 50
-
-
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "lr": 0.02, "betas": (0.8, 0.99), "eps": 1e-6}])
-def test_the_warmup_is_adamw(options) -> None:
-    """To the bit as the kernels' specification has it, and torch's within two roundings a step."""
-
-    def rank(comm):
-        model, twin, specified = make_model(), make_model(), make_model()
-        settings = {"lr": 3e-3, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8} | options
-        optimizer = make_optimizer(model, comm, **options, freeze_step=1000)
-        adamw = torch.optim.AdamW(twin.parameters(), **settings)
-        moments = [[torch.zeros_like(one) for one in specified.parameters()] for _ in range(2)]
-        for step in range(STEPS):
-            by_rank = [gradients_of(twin, other, step) for other in range(comm.size)]
-            for parameter, gradient in zip(model.parameters(), by_rank[comm.rank], strict=True):
-                parameter.grad = gradient.clone()
-            optimizer.step()
-            averages = [sum(gradients) / comm.size for gradients in zip(*by_rank, strict=True)]  # in rank order
-            for parameter, average in zip(twin.parameters(), averages, strict=True):
-                parameter.grad = average
-            adamw.step()
-            specified_step(list(specified.parameters()), averages, *moments, settings, step + 1)
-        assert torch.equal(weights(model), weights(specified))
-        bound = 2 * STEPS * 2**-24 * float(weights(twin).abs().max())
-        torch.testing.assert_close(weights(model), weights(twin), rtol=0, atol=bound)
-
-    threads.run(rank, 1)
-    threads.run(rank, 3)
-
-
-@torch.no_grad()
-def specified_step(parameters, averages, momenta, variances, settings, step) -> None:
-    beta1, beta2 = settings["betas"]
-    factors = AdamFactors(
-        gain=1 - beta1,
-        beta2=beta2,
-        square_gain=1 - beta2,
-        correction=(1 - beta2**step) ** 0.5,
-        eps=settings["eps"],
-        decay=1 - settings["lr"] * settings["weight_decay"],
-        rate=settings["lr"] / (1 - beta1**step),
-    )
-    plain_adam_step(AdamStep(factors, averages, momenta, variances, parameters))
-
-
-def gradients_of(model, rank, step):
-    return torch.autograd.grad(loss_of(model, rank, step), list(model.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -125,18 +75,6 @@ def test_a_unit_that_wakes_up_after_the_freeze_does_not_move_the_others() -> Non
         return weight.detach().abs().max().item()
 
     assert max(threads.run(rank, 2)) < 1
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_bf16_on_the_warmup_wire_halves_the_bytes_of_gradients(stage: int) -> None:
-    def sent(comm, wire):
-        optimizer = make_optimizer(model := nn.Linear(400, 400), comm, freeze_step=100, warmup_wire=wire, stage=stage)
-        model(torch.randn(4, 400)).sum().backward()
-        optimizer.step()
-        return optimizer.bytes_sent
-
-    fp32, bf16 = threads.run(lambda comm: (sent(comm, "fp32"), sent(comm, "bf16")), 2)[0]
-    assert bf16 == pytest.approx(fp32 * (0.75 if stage else 0.5), rel=1e-3)  # sharded weights come back in fp32
 
 
 def accumulated(model, optimizer, inputs) -> None:

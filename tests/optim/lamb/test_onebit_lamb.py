@@ -4,7 +4,7 @@ it is that of stage 0 but for two roundings at the freeze, however layers are cu
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -264,27 +264,3 @@ def test_is_stage_0_where_that_rounds_alike_at_the_freeze(world_size, bucket_byt
         # Norms of cut layers are sums in another order: a few units of fp32's last place, on each of 30 steps.
         np.testing.assert_allclose(coefficients, expected_coefficients, rtol=3e-6)
         assert (mine - expected).norm() <= 3e-6 * (expected - begin).norm()
-
-
-@settings(max_examples=12, deadline=None)
-@given(
-    sizes=st.lists(st.integers(0, 200), min_size=1, max_size=5).filter(any),
-    world_size=st.integers(1, 4),
-    seed=st.integers(0, 1000),
-)
-def test_the_warmup_is_lamb_however_layers_are_cut(sizes, world_size, seed) -> None:
-    rng = np.random.default_rng(seed)
-    start = [rng.standard_normal(size).astype(np.float32) for size in sizes]
-    gradients = [[rng.standard_normal((world_size, size)).astype(np.float32) for size in sizes] for _ in range(4)]
-    common = {"lr": 1e-2, "freeze_step": 100, "block_size": 64, "weight_decay": 0.1}
-    reference = ReferenceOneBitLamb(start, world_size, **common)
-    expected = [reference.step([layer.astype(np.float64) for layer in layers]) for layers in gradients]
-
-    def rank(comm):
-        parameters = [nn.Parameter(torch.from_numpy(layer.copy())) for layer in start]
-        optimizer = thinwire.OneBitLamb(parameters, comm=comm, stage=1, bucket_bytes=1200, **common)
-        return follow(optimizer, parameters, gradients)
-
-    for mine, coefficients in threads.run(rank, world_size):
-        np.testing.assert_allclose(coefficients, expected, rtol=1e-5)
-        np.testing.assert_allclose(mine.numpy(), np.concatenate(reference.weights), rtol=0, atol=1e-5)
