@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import count, islice, product
 from typing import Any
 
@@ -57,6 +58,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+FREEZING = [kind for kind, (_, options) in KINDS.items() if {"freeze_step", "var_freeze_step"} & options.keys()]
 WITH_MATRICES = ("sharded muon, int4", "1-bit muon", "1-bit muon, stat2")
 """Of these plain ones have blocks of int4 end with each matrix, or owners of what is none."""
 
@@ -75,6 +77,12 @@ def step(model: Tower, optimizer: Any, data: int) -> None:
 
 class Killed(BaseException):
     """The end of a worker, of which it tells nobody: its connections break."""
+
+
+def vanish(workers: ElasticWorkers) -> None:
+    """As at a process's exit."""
+    workers.membership.heart.stop(gone=True)
+    workers._part()
 
 
 def kill_at(workers: ElasticWorkers, call: int, after: bool) -> None:
@@ -117,8 +125,7 @@ def run(
                 try:
                     victim(model, optimizer, workers)
                 except Killed:
-                    workers.membership.heart.stop(gone=True)
-                    workers._part()
+                    vanish(workers)
                 if workers._is_over or not workers.membership.heart._thread.is_alive():
                     return None
             step(model, optimizer, number)
@@ -131,29 +138,81 @@ def run(
     return ends[0]
 
 
-def leaves_after(steps: int) -> Callable[[Tower, Any, ElasticWorkers], None]:
+@cache
+def undisturbed(kind: str) -> Tensor:
+    return run(kind, None)
+
+
+@cache
+def left_after(steps: int, kind: str, workers: int = 3, model_of: Callable[[], Any] = Tower) -> Tensor:
+    """The weights with which workers end of whom one has left after so many steps."""
+
     def leave(model: Tower, optimizer: Any, workers: ElasticWorkers) -> None:
         if optimizer.steps == steps:
             optimizer.close()
 
-    return leave
+    return run(kind, leave, workers=workers, model_of=model_of)
 
 
+def dies_in(steps: int, call: int, after: bool) -> Callable[[Any, Any, ElasticWorkers], None]:
+    def die(model: Any, optimizer: Any, workers: ElasticWorkers) -> None:
+        if optimizer.steps == steps:
+            kill_at(workers, call, after)
+            while True:
+                step(model, optimizer, 2)
+
+    return die
+
+
+class Matrices(nn.Module):
+    """Matrices of unlike sizes, one without elements, and nothing else; two have a leading direction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = ((37, 5), (70, 37), (48, 70), (1, 48), (0, 3))
+        generator = torch.Generator().manual_seed(7)
+        self.matrices = nn.ParameterList(torch.randn(*size, generator=generator) * 0.2 for size in sizes)
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        for matrix in self.matrices[:-1]:
+            inputs = (inputs @ matrix.T).tanh()
+        return inputs
+
+
+OF_MATRICES: list[dict[str, Any]] = [
+    {"bucket_bytes": 20_000},
+    {"codec": "stat2", "nesterov": True, "weight_decay": 0.1, "stage": 1},
+    {"codec": ("int4", "sign1"), "low_rank": 0, "max_norm": 0.3},
+    {"low_rank": 1, "resync_interval": 7},
+]
+
+
+@pytest.mark.filterwarnings("ignore:OneBitMuon has ranks wait")
 @pytest.mark.parametrize(
-    ("kind", "workers"),
-    [*((kind, 3) for kind in KINDS if kind not in ("adam, clipped", *WITH_MATRICES)), ("stage 1", 2)],
+    ("kind", "workers", "model_of", "options"),
+    [
+        *((kind, 3, Tower, {}) for kind in KINDS if kind not in ("adam, clipped", *WITH_MATRICES)),
+        ("stage 1", 2, Tower, {}),
+        *(("1-bit muon", workers, Matrices, {"max_norm": 0.0} | one) for workers in (1, 2, 4) for one in OF_MATRICES),
+    ],
+    ids=str,
 )
-def test_undisturbed_it_is_the_plain_optimizer_bit_for_bit(kind: str, workers: int) -> None:
+def test_undisturbed_it_is_the_plain_optimizer_bit_for_bit(
+    kind: str, workers: int, model_of: Callable[[], Any], options: dict[str, Any]
+) -> None:
     def plain(comm: Communicator) -> Tensor:
-        model = Tower()
+        model = model_of()
         made, usual = KINDS[kind]
-        optimizer = made(model.named_parameters(), lr=0.01, block_size=64, comm=comm, **usual)
+        given = {"lr": 0.01, "block_size": 64} | usual | options
+        optimizer = made(model.named_parameters(), comm=comm, **given)
         for _ in range(20):
             step(model, optimizer, comm.rank)
         optimizer.synchronize_weights()
         return flat(model.parameters())
 
-    assert torch.equal(run(kind, None, workers=workers), threads.run(plain, workers)[0])
+    of_elastic = run(kind, None, workers=workers, model_of=model_of, **options)
+    assert torch.equal(of_elastic, threads.run(plain, workers)[0])
 
 
 # (kind, the step, at which of its collectives, on the way out of it): between them, before all is there and after
@@ -190,75 +249,19 @@ def test_undisturbed_it_is_the_plain_optimizer_bit_for_bit(kind: str, workers: i
 )
 def test_a_death_costs_no_step(kind: str, at: int, call: int, after: bool, counts: bool) -> None:
     """Survivors end with the bits of a run whose worker left after that step, if its gradients count, or before it."""
-
-    def die(model: Tower, optimizer: Any, workers: ElasticWorkers) -> None:
-        if optimizer.steps == at:
-            kill_at(workers, call, after)
-            while True:
-                step(model, optimizer, 2)
-
-    assert torch.equal(run(kind, die), run(kind, leaves_after(at + counts)))
+    assert torch.equal(run(kind, dies_in(at, call, after)), left_after(at + counts, kind))
 
 
-class Matrices(nn.Module):
-    """Matrices of unlike sizes, one without elements, and nothing else; two have a leading direction."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = ((37, 5), (70, 37), (48, 70), (1, 48), (0, 3))
-        generator = torch.Generator().manual_seed(7)
-        self.matrices = nn.ParameterList(torch.randn(*size, generator=generator) * 0.2 for size in sizes)
-
-    @override
-    def forward(self, inputs: Tensor) -> Tensor:
-        for matrix in self.matrices[:-1]:
-            inputs = (inputs @ matrix.T).tanh()
-        return inputs
-
-
-OF_MATRICES: list[dict[str, Any]] = [
-    {"bucket_bytes": 20_000},
-    {"codec": "stat2", "nesterov": True, "weight_decay": 0.1, "stage": 1},
-    {"codec": ("int4", "sign1"), "low_rank": 0, "max_norm": 0.3},
-    {"low_rank": 1, "resync_interval": 7},
-]
-
-
-@pytest.mark.filterwarnings("ignore:OneBitMuon has ranks wait")
-@pytest.mark.parametrize("options", OF_MATRICES, ids=str)
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_undisturbed_matrices_of_1_bit_muon_move_as_without_elastic_bit_for_bit(
-    options: dict[str, Any], workers: int
-) -> None:
-    def plain(comm: Communicator) -> Tensor:
-        model = Matrices()
-        optimizer = thinwire.OneBitMuon(
-            model.named_parameters(), **{"lr": 0.01, "block_size": 64, "comm": comm} | options
-        )
-        for _ in range(20):
-            step(model, optimizer, comm.rank)
-        return flat(model.parameters())
-
-    of_elastic = run("1-bit muon", None, workers=workers, model_of=Matrices, **{"max_norm": 0.0} | options)
-    assert torch.equal(of_elastic, threads.run(plain, workers)[0])
-
-
-@pytest.mark.parametrize("workers", [3, 5])
-@pytest.mark.parametrize(("call", "after"), [*((call, False) for call in (1, 2, 4, 5, 8)), (8, True), (10, True)])
+@pytest.mark.parametrize(
+    ("workers", "call", "after"),
+    [(3, 1, False), (5, 2, False), (3, 4, False), (5, 5, False), (3, 8, False), (5, 8, True), (3, 10, True)],
+)
 def test_a_death_costs_no_step_of_matrices_whose_leading_directions_leave_apart(
     workers: int, call: int, after: bool
 ) -> None:
     """1 to 4 are directions and what is left, for owners and for buddies; then the votes, and what owners send."""
-
-    def die(model: Any, optimizer: Any, workers: ElasticWorkers) -> None:
-        if optimizer.steps == 9:
-            kill_at(workers, call, after)
-            while True:
-                step(model, optimizer, 2)
-
-    options: dict[str, Any] = {"workers": workers, "model_of": Matrices}
-    counts = call == 10
-    assert torch.equal(run("1-bit muon", die, **options), run("1-bit muon", leaves_after(9 + counts), **options))
+    found = run("1-bit muon", dies_in(9, call, after), workers=workers, model_of=Matrices)
+    assert torch.equal(found, left_after(10 if call == 10 else 9, "1-bit muon", workers, Matrices))
 
 
 @pytest.mark.filterwarnings("ignore:step .* was skipped")
@@ -274,7 +277,7 @@ def test_a_step_of_1_bit_muon_that_is_skipped_changes_nothing() -> None:
             assert optimizer.last_step.overflow
             optimizer.zero_grad()
 
-    assert torch.equal(run("1-bit muon", disturb, stays=True), run("1-bit muon", None))
+    assert torch.equal(run("1-bit muon", disturb, stays=True), undisturbed("1-bit muon"))
     assert done == [0, 9]
 
 
@@ -314,8 +317,7 @@ def test_settings_of_1_bit_muon_count_as_they_are_at_the_step_and_weights_as_oth
     assert all(torch.equal(one, first[0]) for one in (*first, *second))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("at", [3, 9])
+@pytest.mark.parametrize(("kind", "at"), [*((kind, 9) for kind in KINDS), *((kind, 3) for kind in FREEZING)])
 def test_who_lacks_some_of_a_step_that_others_have_takes_it_over(kind: str, at: int) -> None:
     """One worker loses what leg 2 has brought, which the others apply: all end as if nothing had happened."""
 
@@ -336,7 +338,7 @@ def test_who_lacks_some_of_a_step_that_others_have_takes_it_over(kind: str, at: 
         synchronizer._judge = fail  # type: ignore[method-assign]
 
     lost = list[int]()
-    assert torch.equal(run(kind, lose, stays=True), run(kind, None))
+    assert torch.equal(run(kind, lose, stays=True), undisturbed(kind))
     assert lost
 
 
@@ -486,8 +488,7 @@ def test_state_outlives_one_of_the_two_workers_that_hold_it_and_not_both(kind: s
             if number in pair and (optimizer.steps == 6 if at_once or number == pair[0] else optimizer.steps == 9):
                 if at_once:
                     dies.wait(60)
-                workers.membership.heart.stop(gone=True)
-                workers._part()
+                vanish(workers)
                 return "dead"
             try:
                 step(model, optimizer, number)
@@ -511,8 +512,7 @@ def test_a_step_that_the_others_have_ended_before_is_refused_and_they_end(kind: 
         if optimizer.steps == 19:
             step(model, optimizer, 2)
             refused(MembershipError, "have ended it after 20 common steps", step, model, optimizer, 2)
-            workers.membership.heart.stop(gone=True)  # as at a process's exit
-            workers._part()
+            vanish(workers)
 
     run(kind, go_on)
 
@@ -596,8 +596,7 @@ def test_every_sample_counts_once_an_epoch_in_batches_of_one_size(kind: str, mon
                 if optimizer.steps >= 30:
                     break
         except Killed:
-            workers.membership.heart.stop(gone=True)
-            workers._part()
+            vanish(workers)
             return None
         assert sampler.state_dict()["owed"] == []
         optimizer.synchronize_weights()
@@ -617,10 +616,13 @@ def test_every_sample_counts_once_an_epoch_in_batches_of_one_size(kind: str, mon
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["adam", "adam, int4 warmup", "zero-one adam", "sharded sgd, int4", "sharded muon", "stage 1", *WITH_MATRICES[1:]],
+    ("kind", "at"),
+    [
+        *product(["adam", "adam, int4 warmup", "zero-one adam"], [4, 11]),
+        *product(["sharded sgd, int4", "sharded muon"], [4]),
+        *product(["stage 1", *WITH_MATRICES[1:]], [11]),
+    ],
 )
-@pytest.mark.parametrize("at", [4, 11])
 def test_a_job_resumes_in_another_bit_for_bit(kind: str, at: int) -> None:
     saved, weights = dict[int, dict[str, Any]](), dict[int, dict[str, Tensor]]()
 

@@ -26,6 +26,7 @@ from tests.optim.diloco.tower import (
     spoil,
     streaming,
     train,
+    trained,
 )
 from tests.refusing import refused
 from thinwire.comm import CommunicationError, Communicator, Elastic, threads
@@ -88,9 +89,7 @@ def test_the_correlation_of_many_values_is_that_of_an_even_sample_of_them() -> N
 )
 def test_one_worker_that_syncs_at_every_step_is_the_inner_optimizer(inner: Any) -> None:
     def body(comm: Communicator) -> Tensor:
-        model = Tower()
-        optimizer = make(comm, model, inner, lr=0.01, every=1, outer_lr=1.0, outer_momentum=0.0)
-        train(model, optimizer, 1, 40)
+        model, _ = trained(comm, 40, inner, lr=0.01, every=1, outer_lr=1.0, outer_momentum=0.0)
         return flat(model.parameters())
 
     plain = Tower()
@@ -116,9 +115,7 @@ def test_shared_state_is_averaged_as_weights_are(workers: int, inner: Any, share
     mean = {"every": 4, "overlap": 0, "mix": 0.0, "outer_lr": 1.0}
 
     def body(comm: Communicator) -> Tensor:
-        model = Tower()
-        optimizer = make(comm, model, inner, lr=0.01, outer_momentum=0.0, share=share, fragments=1, **mean)
-        train(model, optimizer, 1, 20)
+        model, _ = trained(comm, 20, inner, lr=0.01, outer_momentum=0.0, share=share, fragments=1, **mean)
         return flat(model.parameters())
 
     found = threads.run(body, workers)
@@ -423,9 +420,7 @@ def test_a_fragment_that_does_not_exist_on_some_rank(comm: Communicator) -> None
 
 @on_threads(2)
 def test_outer_settings_that_differ_later_are_found_at_the_next_outer_step(comm: Communicator) -> None:
-    model = Tower()
-    optimizer = make(comm, model, overlap=0)
-    train(model, optimizer, 1, 2)
+    model, optimizer = trained(comm, 2, overlap=0)
     if comm.rank == 1:
         optimizer.outer_lr = 0.3
     refused(Exception, "other hyperparameters", train, model, optimizer, 3, 4)
@@ -438,9 +433,7 @@ def test_a_fragment_in_flight_keeps_the_outer_settings_with_which_it_left(
 ) -> None:
     found = []
     for changed_after in (4, 6):
-        model = Tower()
-        optimizer = make(comm, model, overlap=2, fragments=1, codec=codec, outer_lr=outer_lr)
-        train(model, optimizer, 1, changed_after)
+        model, optimizer = trained(comm, changed_after, overlap=2, fragments=1, codec=codec, outer_lr=outer_lr)
         optimizer.outer_momentum = 0.5
         if outer_lr != "auto":  # which a rate would end
             optimizer.outer_lr = 0.3

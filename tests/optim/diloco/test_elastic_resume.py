@@ -85,8 +85,12 @@ def test_as_many_workers_go_on_with_the_bits_of_a_job_that_never_stopped(
         assert torch.equal(weights, wanted)
 
 
-@pytest.mark.parametrize("share", [{}, {"exp_avg": 1, "exp_avg_sq": 2}])
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1)])
+SHARE = {"exp_avg": 1, "exp_avg_sq": 2}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "share"), [(3, 2, {}), (3, 2, SHARE), (2, 3, {}), (2, 3, SHARE), (2, 1, SHARE)]
+)
 def test_fewer_workers_go_on_as_if_the_others_had_died_and_more_as_if_they_joined(
     before: int, after: int, share: dict[str, int]
 ) -> None:

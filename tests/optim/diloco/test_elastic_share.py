@@ -27,8 +27,7 @@ def in_common(home: ElasticHome) -> list[Tensor]:
     return [home.weights.outer(number).clone() for number in range(len(home.fragments))]
 
 
-@pytest.mark.parametrize("codec", ["int4", "stat2"])
-@pytest.mark.parametrize("dies_at", [6, 12, 13])
+@pytest.mark.parametrize(("dies_at", "codec"), [(6, "int4"), (12, "int4"), (12, "stat2"), (13, "stat2")])
 def test_copies_stay_alike_through_a_death_in_flight_and_a_newcomer_begins_with_them(dies_at: int, codec: str) -> None:
     """Before the first outer step that all share, with weights and state on leg 1, and on leg 2 at the earliest."""
     options: dict[str, Any] = {"fragments": 2, "overlap": 2, "codec": codec, "share": SHARE}

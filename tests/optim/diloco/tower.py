@@ -257,6 +257,14 @@ def train(model: nn.Module, optimizer: thinwire.DiLoCo, first: int, last: int) -
         optimizer.step()
 
 
+def trained(comm: Communicator, steps: int, inner: Any = torch.optim.SGD, **options: Any) -> tuple[Tower, Any]:
+    """The model and its optimizer after so many steps."""
+    model = Tower()
+    optimizer = make(comm, model, inner, **options)
+    train(model, optimizer, 1, steps)
+    return model, optimizer
+
+
 def outer_weights(model: nn.Module, optimizer: thinwire.DiLoCo) -> Tensor:
     optimizer.eval()
     found = flat(model.parameters()).clone()
@@ -316,9 +324,7 @@ def follows_the_published_algorithms(
 
 def outer_weights_agree(comm: Communicator, codec: str = "int4") -> None:
     """The same bits on every rank after 10 outer steps of each fragment; after `synchronize` all have them."""
-    model = Tower()
-    optimizer = make(comm, model, torch.optim.AdamW, lr=0.01, every=6, fragments=3, overlap=2, codec=codec)
-    train(model, optimizer, 1, 62)
+    model, optimizer = trained(comm, 62, torch.optim.AdamW, lr=0.01, every=6, fragments=3, overlap=2, codec=codec)
     common = outer_weights(model, optimizer)
     optimizer.synchronize()
     assert optimizer.in_sync
