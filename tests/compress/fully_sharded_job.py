@@ -1,4 +1,5 @@
-"""What four launched ranks do with models that FSDP2 shards, whose collectives go through codecs."""
+"""``python -m tests.compress.fully_sharded_job``: what four launched ranks do with models that FSDP2 shards on plain
+torch, by people who call `fully_shard` themselves; their collectives go through codecs."""
 
 import copy
 import math
@@ -16,7 +17,6 @@ from thinwire.comm import Communicator
 from thinwire.compress import FsdpHooks, fsdp_hooks
 from thinwire.compress.kernels.reference import decode_blocks, encode_blocks
 
-JOB = ("-m", "tests.compress.fully_sharded_job")
 SHAPES = ((5, 3), (1,), (7,), (130, 17))
 """Of which most ranks have no element, an odd number, or several blocks."""
 STEPS = 3

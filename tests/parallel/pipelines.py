@@ -234,29 +234,12 @@ def evaluations() -> None:
 
 def bad_codecs() -> None:
     rank, module = dist.get_rank(), nn.Linear(4, 4)
-    refused(
-        ValueError,
-        "activations must be 'int8', .*got 'sign1': codecs of one and two bits",
-        CompressedStage,
-        module,
-        rank,
-        2,
-        CPU,
-        activations="sign1",
-    )
-    given = "int7" if rank == 1 else "int8"
-    refused(ValueError, "gradients must be .*got 'int7'", CompressedStage, module, rank, 2, CPU, gradients=given)
-    given = "int4" if rank == 1 else "int8"
-    refused(
-        ValueError,
-        "rank 1 and rank 0 differ: activations is 'int4' against 'int8'",
-        CompressedStage,
-        module,
-        rank,
-        2,
-        CPU,
-        activations=given,
-    )
+    for told, given in (
+        ("activations must be 'int8', .*got 'sign1': codecs of one and two bits", {"activations": "sign1"}),
+        ("gradients must be .*got 'int7'", {"gradients": "int7" if rank else "int8"}),
+        ("rank 1 and rank 0 differ: activations is 'int4' against 'int8'", {"activations": "int4" if rank else "int8"}),
+    ):
+        refused(ValueError, told, CompressedStage, module, rank, 2, CPU, **given)
 
 
 class Integers(nn.Module):

@@ -1,4 +1,5 @@
-"""Models that real processes hold together, in stages or cut, train as in one process: each case is a program."""
+"""Models that real processes hold together, in stages, cut or sharded, train as in one process: each case is a
+program."""
 
 import pytest
 
@@ -25,6 +26,7 @@ PROGRAMS = pytest.mark.programs
         pytest.param(2, "parallel.pipelines lowered", marks=since_torch_2_13),
         # Two replicas; one alone is in parts_job.
         pytest.param(4, "zero.tensor_parallel_job 2 2 exact compressed resume sharded refusals", marks=PROGRAMS),
+        (4, "compress.fully_sharded_job"),
         pytest.param(2, "engine.parts_job two", marks=PROGRAMS),
         pytest.param(4, "engine.parts_job four", marks=PROGRAMS),
     ],
