@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tests.chaos.harness import Trial, contents, is_documented, over_seeds
+from tests.chaos.harness import Trial, contents, descend, is_documented, over_seeds
 from tests.engine.checkpoint.jobs import Values, save
 from tests.engine.tiny import equal, make_engine, settings, train, weights
 from thinwire.comm import Communicator, threads
@@ -194,14 +194,8 @@ def _saved(folder: Path, optimizer: str, stage: int) -> tuple[Engine, Path, byte
 
 def _change(body: dict[str, Any], source: random.Random) -> str:
     """Put another value, or none, in one place; where and what."""
-    place, inner = "", body
-    while True:
-        key = source.choice(sorted(inner) if isinstance(inner, dict) else range(len(inner)))
-        place = f"{place}.{key}"
-        below = inner[key]
-        if not (isinstance(below, dict | list) and below and source.random() < 0.85):
-            break
-        inner = below
+    place, inner, key = descend(body, source)
+    below = inner[key]
     if isinstance(inner, dict) and source.random() < 0.15:
         del inner[key]
         return f"without {place}"

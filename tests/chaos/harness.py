@@ -6,6 +6,7 @@ Bad is a wrong result, an exception that does not come from a check of thinwire'
 
 import hashlib
 import os
+import random
 import re
 import subprocess
 import sys
@@ -130,6 +131,17 @@ def is_documented(error: BaseException) -> bool:
     if isinstance(error, CheckpointError | UsageError):
         return True
     return isinstance(error, ValueError | TypeError) and raised_by_us(error)
+
+
+def descend(value: Any, source: random.Random, deeper: float = 0.85) -> tuple[str, Any, Any]:
+    """One place in nested dicts and lists: where, what it is in, and its key there."""
+    where, inner = "", value
+    while True:
+        key = source.choice(list(inner) if isinstance(inner, dict) else range(len(inner)))
+        where, below = f"{where}.{key}", inner[key]
+        if not (isinstance(below, dict | list) and below and source.random() < deeper):
+            return where, inner, key
+        inner = below
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:

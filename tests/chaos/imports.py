@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tests.chaos.checkpoints import flip_bits, truncate, zero
-from tests.chaos.harness import Trial, is_documented, over_seeds
+from tests.chaos.harness import Trial, descend, is_documented, over_seeds
 from tests.deepspeed.files.deepspeed_files import deepspeeds_names, write_sharded, write_universal, write_unsharded
 from tests.deepspeed.files.test_import import groups_of, make, make_trained, read_here, settings
 from thinwire import initialize
@@ -215,19 +215,14 @@ def _edit(path: Path, source: random.Random) -> str:
     """Put another value, or none, in one place; where and what."""
 
     def change(content: Any) -> tuple[Any, str]:
-        place, inner = "", content
-        while isinstance(inner, dict | list) and inner:
-            key = source.choice(list(inner) if isinstance(inner, dict) else range(len(inner)))
-            place, below = f"{place}.{key}", inner[key]
-            if isinstance(below, dict | list) and below and source.random() < 0.8:
-                inner = below
-                continue
-            if isinstance(inner, dict) and source.random() < 0.15:
-                del inner[key]
-                return content, f"without {place}"
-            inner[key] = copy.deepcopy(source.choice(VALUES))
-            return content, f"{place} = {inner[key]!r:.60}"
-        return source.choice(VALUES), "as a whole"
+        if not (isinstance(content, dict | list) and content):
+            return source.choice(VALUES), "as a whole"
+        place, inner, key = descend(content, source, 0.8)
+        if isinstance(inner, dict) and source.random() < 0.15:
+            del inner[key]
+            return content, f"without {place}"
+        inner[key] = copy.deepcopy(source.choice(VALUES))
+        return content, f"{place} = {inner[key]!r:.60}"
 
     return _rewrite(path, change)
 

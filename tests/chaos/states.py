@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.chaos.harness import digest, each_seed, faults, run_ranks
+from tests.chaos.harness import descend, digest, each_seed, faults, run_ranks
 from tests.chaos.turns import ALL, Exact
 from tests.optim.subject import FREEZE, LOCAL, Subject
 from tests.optim.training import make_model, snapshot, train
@@ -72,22 +72,12 @@ VALUES: list[Any] = [
 
 def tamper(state: dict[str, Any], source: random.Random) -> str:
     """Change one place of a state; where and how."""
-    where, inner = "", state
-    while True:
-        keys = list(inner) if isinstance(inner, dict) else list(range(len(inner)))
-        key = source.choice(keys)
-        where, below = f"{where}.{key}", inner[key]
-        if not (isinstance(below, dict | list | tuple) and len(below) and source.random() < 0.85):
-            break
-        if isinstance(below, tuple):  # so that it can be changed
-            inner[key] = below = list(below)
-            place, at = inner, key
-            inner = below
-            key = source.randrange(len(below))
-            inner[key] = other(inner[key], source)
-            place[at] = tuple(inner)
-            return f"{where}.{key} = {inner[key]!r}"[:200]
-        inner = below
+    where, inner, key = descend(state, source)
+    below = inner[key]
+    if isinstance(below, tuple) and below and source.random() < 0.85:
+        number = source.randrange(len(below))
+        inner[key] = (*below[:number], other(below[number], source), *below[number + 1 :])
+        return f"{where}.{number} = {inner[key][number]!r}"[:200]
     way = source.random()
     if way < 0.2:
         del inner[key]
