@@ -42,38 +42,35 @@ def test_own_backwards_train_as_plain_torch_does(world, accumulation) -> None:
     at_stages(body, ranks=world)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_compressed_steps_hear_of_the_scale(accumulation) -> None:
+@on_threads(2)
+def test_compressed_steps_hear_of_the_scale(comm, stage, accumulation) -> None:
     """Payloads leave during backward, before anybody knows how the gradients in them were scaled."""
-
-    def body(comm, stage):
-        one_bit = {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 3}}
-        config = settings(stage, gradient_accumulation_steps=accumulation, gradient_clipping=0.5, optimizer=one_bit)
-        expected = train(make_engine(comm, config), range(6))
-        assert train_plainly(make_engine(comm, config), range(6)) == pytest.approx(expected, rel=0.02)
-        assert train_plainly(make_engine(comm, config), range(6), scaled=True) == pytest.approx(expected, rel=1e-6)
-
-    at_stages(body, 0, 1)
+    one_bit = {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 3}}
+    config = settings(stage, gradient_accumulation_steps=accumulation, gradient_clipping=0.5, optimizer=one_bit)
+    expected = train(make_engine(comm, config), range(6))
+    assert train_plainly(make_engine(comm, config), range(6)) == pytest.approx(expected, rel=0.02)
+    assert train_plainly(make_engine(comm, config), range(6), scaled=True) == pytest.approx(expected, rel=1e-6)
 
 
-def test_nothing_leaves_before_the_boundary() -> None:
-    def body(comm, stage):
-        engine = make_engine(comm, settings(stage, gradient_accumulation_steps=3))
-        sent = engine.optimizer.bytes_sent
-        for micro in range(2):
-            loss_of(engine, comm.rank, micro).backward()
-            assert engine.optimizer.bytes_sent == sent
-            engine.step()
-        with engine.no_sync():
-            loss_of(engine, comm.rank, 2).backward()
-            assert engine.optimizer.bytes_sent == sent
-        loss_of(engine, comm.rank, 3).backward()
-        engine.end_backward()
-        assert engine.optimizer.bytes_sent > sent
+@pytest.mark.parametrize("stage", [0, 1])
+@on_threads(2)
+def test_nothing_leaves_before_the_boundary(comm, stage) -> None:
+    engine = make_engine(comm, settings(stage, gradient_accumulation_steps=3))
+    sent = engine.optimizer.bytes_sent
+    for micro in range(2):
+        loss_of(engine, comm.rank, micro).backward()
+        assert engine.optimizer.bytes_sent == sent
         engine.step()
-        assert engine.was_step_applied()
-
-    at_stages(body, 0, 1)
+    with engine.no_sync():
+        loss_of(engine, comm.rank, 2).backward()
+        assert engine.optimizer.bytes_sent == sent
+    loss_of(engine, comm.rank, 3).backward()
+    engine.end_backward()
+    assert engine.optimizer.bytes_sent > sent
+    engine.step()
+    assert engine.was_step_applied()
 
 
 def test_fp16_takes_both() -> None:
@@ -131,101 +128,95 @@ def test_what_is_not_finite_is_told_without_a_loss(comm) -> None:
     assert all(math.isfinite(loss) for loss in train_plainly(engine, range(2)))
 
 
-def test_one_loss_of_several_engines() -> None:
-    def body(comm, stage):
-        together = [make_engine(comm, settings(stage), seed) for seed in range(3)]
-        apart = [make_engine(comm, settings(stage), seed) for seed in range(3)]
-        for step in range(3):
-            sum(loss_of(engine, comm.rank, step) / (1 + n) for n, engine in enumerate(together)).backward()
-            for engine in together:
-                engine._backward_epilogue()
-            for engine in together:
-                engine.step()
-                engine.optimizer.zero_grad()
-            for n, engine in enumerate(apart):
-                engine.backward(loss_of(engine, comm.rank, step) / (1 + n))
-                engine.step()
-        for one, other in zip(together, apart, strict=True):
-            assert one.global_steps == 3
-            assert equal(weights(one.module), weights(other.module))
-        for engine in (*together, *apart):
-            engine.destroy()
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_threads(2)
+def test_one_loss_of_several_engines(comm, stage) -> None:
+    together = [make_engine(comm, settings(stage), seed) for seed in range(3)]
+    apart = [make_engine(comm, settings(stage), seed) for seed in range(3)]
+    for step in range(3):
+        sum(loss_of(engine, comm.rank, step) / (1 + n) for n, engine in enumerate(together)).backward()
+        for engine in together:
+            engine._backward_epilogue()
+        for engine in together:
+            engine.step()
+            engine.optimizer.zero_grad()
+        for n, engine in enumerate(apart):
+            engine.backward(loss_of(engine, comm.rank, step) / (1 + n))
+            engine.step()
+    for one, other in zip(together, apart, strict=True):
+        assert one.global_steps == 3
+        assert equal(weights(one.module), weights(other.module))
+    for engine in (*together, *apart):
+        engine.destroy()
 
-    at_stages(body)
 
-
-def test_several_losses_of_one_forward() -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_threads(2)
+def test_several_losses_of_one_forward(comm, stage) -> None:
     """Before the boundary backwards add up; the graph of one forward may serve several."""
-
-    def body(comm, stage):
-        summed, apart = make_engine(comm, settings(stage)), make_engine(comm, settings(stage))
-        for step in range(3):
-            first, second = (loss_of(summed, comm.rank, 2 * step + n) for n in range(2))
-            assert torch.equal(summed.backward(first + second), first + second)
-            summed.step()
-            apart.set_gradient_accumulation_boundary(False)
-            first = loss_of(apart, comm.rank, 2 * step)
-            apart.backward(first * 0.25, retain_graph=True)
-            again = first * 0.75
-            apart.backward(again)
-            apart.set_gradient_accumulation_boundary(True)
-            apart.backward(loss_of(apart, comm.rank, 2 * step + 1))
-            apart.step()
-        assert apart.global_steps == apart.micro_steps == 3
-        torch.testing.assert_close(apart.module.mix.weight, summed.module.mix.weight)
-
-    at_stages(body)
+    summed, apart = make_engine(comm, settings(stage)), make_engine(comm, settings(stage))
+    for step in range(3):
+        first, second = (loss_of(summed, comm.rank, 2 * step + n) for n in range(2))
+        assert torch.equal(summed.backward(first + second), first + second)
+        summed.step()
+        apart.set_gradient_accumulation_boundary(False)
+        first = loss_of(apart, comm.rank, 2 * step)
+        apart.backward(first * 0.25, retain_graph=True)
+        again = first * 0.75
+        apart.backward(again)
+        apart.set_gradient_accumulation_boundary(True)
+        apart.backward(loss_of(apart, comm.rank, 2 * step + 1))
+        apart.step()
+    assert apart.global_steps == apart.micro_steps == 3
+    torch.testing.assert_close(apart.module.mix.weight, summed.module.mix.weight)
 
 
-def test_every_step_may_be_the_boundary() -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_threads(2)
+def test_every_step_may_be_the_boundary(comm, stage) -> None:
     """As many backwards as come before it add up, those of the engine and a loss's own."""
-
-    def body(comm, stage):
-        one_bit = {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 2}}
-        for keys in ({"gradient_clipping": 0.5}, {"optimizer": one_bit}):
-            config = settings(stage, gradient_accumulation_steps=4, **keys)
-            told, free = (
-                make_engine(comm, config | {"managed_gradient_accumulation": managed}) for managed in (True, False)
-            )
-            first = samples = 0
-            for steps, count in enumerate((2, 5, 1, 3), 1):
-                told.set_gradient_accumulation_boundary(False)
-                for engine in (told, free):
-                    for micro in range(count):
-                        loss = loss_of(engine, comm.rank, first + micro) / count
-                        engine.backward(loss, scale_wrt_gas=False)
-                        assert not engine.is_gradient_accumulation_boundary()
-                    if engine is told:
-                        told.set_gradient_accumulation_boundary(True)
-                    engine.step()
-                    assert engine.was_step_applied()
-                first += count
-                samples += count * MICRO * comm.size
-                assert (free.global_steps, free.global_samples) == (steps, samples)
-                assert equal(weights(free.module), weights(told.module))
-        with pytest.raises(CallError, match=r"set_gradient_accumulation_boundary\(\).*every step\(\)"):
-            free.set_gradient_accumulation_boundary(True)
-        refused(CallError, r"step\(\) was called without backward", free.step)
-        loss_of(free, comm.rank, 0).backward()
-        free.step()
-        assert free.global_steps == 5
-
-    at_stages(body)
+    one_bit = {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 2}}
+    for keys in ({"gradient_clipping": 0.5}, {"optimizer": one_bit}):
+        config = settings(stage, gradient_accumulation_steps=4, **keys)
+        told, free = (
+            make_engine(comm, config | {"managed_gradient_accumulation": managed}) for managed in (True, False)
+        )
+        first = samples = 0
+        for steps, count in enumerate((2, 5, 1, 3), 1):
+            told.set_gradient_accumulation_boundary(False)
+            for engine in (told, free):
+                for micro in range(count):
+                    loss = loss_of(engine, comm.rank, first + micro) / count
+                    engine.backward(loss, scale_wrt_gas=False)
+                    assert not engine.is_gradient_accumulation_boundary()
+                if engine is told:
+                    told.set_gradient_accumulation_boundary(True)
+                engine.step()
+                assert engine.was_step_applied()
+            first += count
+            samples += count * MICRO * comm.size
+            assert (free.global_steps, free.global_samples) == (steps, samples)
+            assert equal(weights(free.module), weights(told.module))
+    with pytest.raises(CallError, match=r"set_gradient_accumulation_boundary\(\).*every step\(\)"):
+        free.set_gradient_accumulation_boundary(True)
+    refused(CallError, r"step\(\) was called without backward", free.step)
+    loss_of(free, comm.rank, 0).backward()
+    free.step()
+    assert free.global_steps == 5
 
 
-def test_two_losses_with_a_zero_grad_in_between() -> None:
-    def body(comm, stage):
-        twice, once = make_engine(comm, settings(stage)), make_engine(comm, settings(stage))
-        output = loss_of(twice, comm.rank, 0)
-        twice.backward(output, retain_graph=True)
-        twice.zero_grad()
-        twice.backward(output)
-        twice.step()
-        once.backward(loss_of(once, comm.rank, 0))
-        once.step()
-        assert torch.equal(once.module.mix.weight, twice.module.mix.weight)
-
-    at_stages(body)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_threads(2)
+def test_two_losses_with_a_zero_grad_in_between(comm, stage) -> None:
+    twice, once = make_engine(comm, settings(stage)), make_engine(comm, settings(stage))
+    output = loss_of(twice, comm.rank, 0)
+    twice.backward(output, retain_graph=True)
+    twice.zero_grad()
+    twice.backward(output)
+    twice.step()
+    once.backward(loss_of(once, comm.rank, 0))
+    once.step()
+    assert torch.equal(once.module.mix.weight, twice.module.mix.weight)
 
 
 def test_calls_that_cannot_come() -> None:

@@ -138,24 +138,23 @@ def test_weights_on_their_way_are_there_through_module_and_in_files(stage, tmp_p
     assert (tmp_path / "waiting.safetensors").read_bytes() == (tmp_path / "plain.safetensors").read_bytes()
 
 
-def test_no_sync_adds_up_what_one_backward_gives() -> None:
-    def body(comm, stage):
-        whole = make_engine(comm, settings(stage))
-        split = make_engine(comm, settings(stage, train_micro_batch_size_per_gpu=MICRO // 2))
-        for step in range(5):
-            inputs, wanted = batch(comm.rank, step)
-            with split.no_sync():
-                split.backward((split(inputs[:2]) - wanted[:2]).square().sum() / wanted.numel())
-                split.backward((split(inputs[2:3]) - wanted[2:3]).square().sum() / wanted.numel())
-                with pytest.raises(RuntimeError, match="inside no_sync"):
-                    split.step()
-            split.backward((split(inputs[3:]) - wanted[3:]).square().sum() / wanted.numel())
-            split.step()
-            whole.backward((whole(inputs) - wanted).square().mean())
-            whole.step()
-        torch.testing.assert_close(split.module.mix.weight, whole.module.mix.weight)
-
-    at_stages(body, ranks=3)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_threads(3)
+def test_no_sync_adds_up_what_one_backward_gives(comm, stage) -> None:
+    whole = make_engine(comm, settings(stage))
+    split = make_engine(comm, settings(stage, train_micro_batch_size_per_gpu=MICRO // 2))
+    for step in range(5):
+        inputs, wanted = batch(comm.rank, step)
+        with split.no_sync():
+            split.backward((split(inputs[:2]) - wanted[:2]).square().sum() / wanted.numel())
+            split.backward((split(inputs[2:3]) - wanted[2:3]).square().sum() / wanted.numel())
+            with pytest.raises(RuntimeError, match="inside no_sync"):
+                split.step()
+        split.backward((split(inputs[3:]) - wanted[3:]).square().sum() / wanted.numel())
+        split.step()
+        whole.backward((whole(inputs) - wanted).square().mean())
+        whole.step()
+    torch.testing.assert_close(split.module.mix.weight, whole.module.mix.weight)
 
 
 def test_a_share_of_a_loss_comes_back_in_its_dtype() -> None:
@@ -202,19 +201,18 @@ def test_shares_of_a_step_are_not_divided_again(tmp_path) -> None:
         assert losses[0] == pytest.approx(losses[1])
 
 
-def test_a_step_can_be_dropped() -> None:
-    def body(comm, stage):
-        config = settings(stage, gradient_accumulation_steps=2)
-        dropping, plain = make_engine(comm, config), make_engine(comm, config)
-        for micro in range(2):
-            dropping.backward(loss_of(dropping, comm.rank, 99 + micro))
-            if micro == 0:
-                dropping.step()
-        dropping.zero_grad()
-        assert dropping.micro_steps == 0
-        assert train(dropping, range(3)) == train(plain, range(3))
-
-    at_stages(body)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_threads(2)
+def test_a_step_can_be_dropped(comm, stage) -> None:
+    config = settings(stage, gradient_accumulation_steps=2)
+    dropping, plain = make_engine(comm, config), make_engine(comm, config)
+    for micro in range(2):
+        dropping.backward(loss_of(dropping, comm.rank, 99 + micro))
+        if micro == 0:
+            dropping.step()
+    dropping.zero_grad()
+    assert dropping.micro_steps == 0
+    assert train(dropping, range(3)) == train(plain, range(3))
 
 
 def test_inputs_by_place_and_by_name_reach_the_model_in_its_dtype() -> None:
@@ -230,27 +228,26 @@ def test_inputs_by_place_and_by_name_reach_the_model_in_its_dtype() -> None:
 # Without an optimizer
 
 
+@pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("precision", [{}, BF16])
-def test_weights_of_a_training_job_are_evaluated(tmp_path, precision) -> None:
-    def body(comm, stage):
-        trained = make_engine(comm, settings(stage, **precision))
-        train(trained, range(2))
-        assert trained.save_checkpoint(tmp_path / str(stage), "two")
-        config = settings(stage, optimizer=None, **precision)
-        engine, optimizer, loader, schedule = initialize(model=make_model(7), comm=comm, config=config)
-        assert (optimizer, engine.optimizer, loader, schedule) == (None, None, None, None)
-        assert engine.get_lr() == engine.get_mom() == []
-        assert engine.load_checkpoint(tmp_path / str(stage))[0] is not None
-        assert (engine.global_steps, engine.loaded_checkpoint_dp_world_size) == (2, comm.size)
-        engine.eval()
-        trained.eval()
-        inputs, _ = batch(comm.rank, 0)
-        with torch.no_grad():
-            assert torch.equal(engine(inputs), trained(inputs))
-        assert tiny.equal(weights(engine), weights(trained.module))
-        engine.destroy()
-
-    at_stages(body, 0, 2)
+@on_threads(2)
+def test_weights_of_a_training_job_are_evaluated(comm, stage, tmp_path, precision) -> None:
+    trained = make_engine(comm, settings(stage, **precision))
+    train(trained, range(2))
+    assert trained.save_checkpoint(tmp_path / str(stage), "two")
+    config = settings(stage, optimizer=None, **precision)
+    engine, optimizer, loader, schedule = initialize(model=make_model(7), comm=comm, config=config)
+    assert (optimizer, engine.optimizer, loader, schedule) == (None, None, None, None)
+    assert engine.get_lr() == engine.get_mom() == []
+    assert engine.load_checkpoint(tmp_path / str(stage))[0] is not None
+    assert (engine.global_steps, engine.loaded_checkpoint_dp_world_size) == (2, comm.size)
+    engine.eval()
+    trained.eval()
+    inputs, _ = batch(comm.rank, 0)
+    with torch.no_grad():
+        assert torch.equal(engine(inputs), trained(inputs))
+    assert tiny.equal(weights(engine), weights(trained.module))
+    engine.destroy()
 
 
 def test_it_takes_and_saves_rank_0s_weights_which_others_load(tmp_path) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.engine.tiny import BF16, at_stages, batch, equal, loss_of, make_engine, settings, train, weights
+from tests.engine.tiny import BF16, batch, equal, loss_of, make_engine, settings, train, weights
 from tests.launching import on_threads
 from tests.pairwise import pairwise
 from tests.refusing import refused
@@ -80,48 +80,45 @@ def test_bf16_skips_such_steps_where_it_is_told_to(comm, stage) -> None:
     assert engine.skipped_steps == 1
 
 
-def test_an_overflow_skips_the_step_on_every_rank() -> None:
-    def body(comm, stage):
-        fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 2, "loss_scale_window": 4}
-        schedule = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.9}}
-        engine = make_engine(comm, settings(stage, fp16=fp16, scheduler=schedule))
-        scales, applied = [], []
-        for step in range(10):
-            before, rates = weights(engine.module), engine.get_lr()
-            loss = loss_of(engine, comm.rank, step)
-            engine.backward(loss * 1e30 if step in (1, 2, 3) and comm.rank == 1 else loss)
-            engine.step()
-            scales.append(engine.optimizer.loss_scale)
-            applied.append(engine.was_step_applied())
-            assert equal(weights(engine.module), before) != applied[-1]
-            assert (engine.get_lr() == rates) != applied[-1]
-        assert applied == [step not in (1, 2, 3) for step in range(10)]
-        assert engine.skipped_steps == 3
-        # The first overflow is let pass, the next two halve; four good steps after a first one double.
-        assert scales == [256, 256, 128, 64, 64, 64, 64, 64, 128, 128]
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_threads(2)
+def test_an_overflow_skips_the_step_on_every_rank(comm, stage) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 2, "loss_scale_window": 4}
+    schedule = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.9}}
+    engine = make_engine(comm, settings(stage, fp16=fp16, scheduler=schedule))
+    scales, applied = [], []
+    for step in range(10):
+        before, rates = weights(engine.module), engine.get_lr()
+        loss = loss_of(engine, comm.rank, step)
+        engine.backward(loss * 1e30 if step in (1, 2, 3) and comm.rank == 1 else loss)
+        engine.step()
+        scales.append(engine.optimizer.loss_scale)
+        applied.append(engine.was_step_applied())
+        assert equal(weights(engine.module), before) != applied[-1]
+        assert (engine.get_lr() == rates) != applied[-1]
+    assert applied == [step not in (1, 2, 3) for step in range(10)]
+    assert engine.skipped_steps == 3
+    # The first overflow is let pass, the next two halve; four good steps after a first one double.
+    assert scales == [256, 256, 128, 64, 64, 64, 64, 64, 128, 128]
 
-    at_stages(body)
 
-
-def test_an_overflow_at_the_smallest_scale() -> None:
+@pytest.mark.parametrize("stage", [0, 1])
+@on_threads(2)
+def test_an_overflow_at_the_smallest_scale(comm, stage) -> None:
     """An error but at stage 0, which goes on skipping."""
-
-    def body(comm, stage):
-        fp16 = {"enabled": True, "initial_scale_power": 1} | ({"hysteresis": 1} if stage else {})
-        engine = make_engine(comm, settings(stage, fp16=fp16))
-        before = weights(engine.module)
-        for step in range(2 if stage else 4):
-            engine.backward(loss_of(engine, comm.rank, step) * (math.inf if comm.rank == 1 else 1))
-            if stage and step:
-                refused(NonFiniteError, "smallest loss scale, 1", engine.step)
-            else:
-                engine.step()
-        assert equal(weights(engine.module), before)
-        assert (engine.skipped_steps, engine.optimizer.loss_scale) == (2 if stage else 4, 1)
-        assert train(engine, range(2))
-        assert engine.skipped_steps == (2 if stage else 4)
-
-    at_stages(body, 0, 1)
+    fp16 = {"enabled": True, "initial_scale_power": 1} | ({"hysteresis": 1} if stage else {})
+    engine = make_engine(comm, settings(stage, fp16=fp16))
+    before = weights(engine.module)
+    for step in range(2 if stage else 4):
+        engine.backward(loss_of(engine, comm.rank, step) * (math.inf if comm.rank == 1 else 1))
+        if stage and step:
+            refused(NonFiniteError, "smallest loss scale, 1", engine.step)
+        else:
+            engine.step()
+    assert equal(weights(engine.module), before)
+    assert (engine.skipped_steps, engine.optimizer.loss_scale) == (2 if stage else 4, 1)
+    assert train(engine, range(2))
+    assert engine.skipped_steps == (2 if stage else 4)
 
 
 def test_a_loss_beyond_fp16_counts_where_its_gradients_are_finite() -> None:
