@@ -164,9 +164,7 @@ def test_idle_values_are_put_to_their_defaults() -> None:
         ("Adagrad", {"torch_adam": False}, {}),
     ],
 )
-def test_optimizer_parameters_that_cannot_change_a_step(
-    kind: str, params: dict[str, Any], kept: dict[str, Any]
-) -> None:
+def test_optimizer_parameters_that_cannot_change_a_step(kind, params, kept) -> None:
     config = load(optimizer={"type": kind, "params": params})
     assert config.optimizer is not None
     assert config.optimizer.params == kept

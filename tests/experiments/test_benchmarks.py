@@ -149,9 +149,7 @@ def test_codec_errors_write_numbers(tmp_path: Path) -> None:
     assert next(one for one in found if one["block_size"] == 256)["bits"] == 4.125
 
 
-def test_pipeline_codecs_write_losses_and_keep_those_that_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pipeline_codecs_write_losses_and_keep_those_that_are_there(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(pipeline_codecs, "_SIZE", CharacterModelSize(layers=4, width=64, heads=2, length=16))
     monkeypatch.setattr(pipeline_codecs, "_CHARACTERS", 100_000)
     names = ["exact", "int4, int8", "int4 of 64 turned, int8"]

@@ -110,9 +110,7 @@ def go_down_for_5_seconds(cluster: EmulatedCluster) -> None:
 @pytest.mark.parametrize(
     "fault", [go_down_for_5_seconds, lambda cluster: cluster.links[2].shape(100)], ids=["down", "a tenth of its rate"]
 )
-def test_a_disturbed_link_changes_nothing(
-    cluster: EmulatedCluster, tmp_path: Path, sound_losses: list[float], fault: Callable[[EmulatedCluster], None]
-) -> None:
+def test_a_disturbed_link_changes_nothing(cluster, tmp_path, sound_losses, fault) -> None:
     finished = run_with_fault(cluster, tmp_path, PATIENT, lambda: fault(cluster))
     assert finished.code == 0, finished.output
     line = next(line for line in finished.output.splitlines() if line.startswith("losses"))
@@ -122,9 +120,7 @@ def test_a_disturbed_link_changes_nothing(
 @pytest.mark.parametrize(
     ("cut_off", "widths", "named"), [(True, (33,), ""), (False, (33, 34, 33), "ValueError")], ids=["cut off", "models"]
 )
-def test_a_host_cut_off_for_good_and_one_of_another_model_are_named(
-    cluster: EmulatedCluster, tmp_path: Path, cut_off: bool, widths: tuple[int, ...], named: str
-) -> None:
+def test_a_host_cut_off_for_good_and_one_of_another_model_are_named(cluster, tmp_path, cut_off, widths, named) -> None:
     fault = (lambda: cluster.links[1].set_up(False)) if cut_off else (lambda: None)
     finished = run_with_fault(cluster, tmp_path, IMPATIENT, fault, *widths)
     assert finished.code not in (0, None), finished.output

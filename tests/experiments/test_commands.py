@@ -57,9 +57,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("command", "given", "complaint"), REFUSED, ids=lambda one: one)
-def test_what_cannot_work_is_refused(
-    command: str, given: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_work_is_refused(command, given, complaint, tmp_path, capsys) -> None:
     arguments = given.split()
     if "--quick" not in arguments:  # which asks for another folder than the published results'
         arguments += ["--output", str(tmp_path / "results")]
@@ -124,9 +122,7 @@ def test_variants_of_an_experiment_are_drawn_by_it() -> None:
         (["stages"], "stages.json does not hold what its picture shows"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: list[str], complaint: str
-) -> None:
+def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, names, complaint) -> None:
     if names == ["stages"]:
         (tmp_path / "stages.json").write_text(json.dumps({"finding": {}}))
     assert main([*names, "--results", str(tmp_path)]) == 2

@@ -130,9 +130,7 @@ def test_every_optimizer_of_the_experiments_is_compared() -> None:
     assert {one.beside for one in CONTENDERS.values()} - {None} <= CONTENDERS.keys()
 
 
-def test_a_stopped_study_goes_on_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stopped_study_goes_on_where_it_was(tmp_path, monkeypatch, capsys) -> None:
     corpus = write_text(tmp_path / "shopping.txt", 400)
     command = ["--quick", "--task", "text", "--contenders", "adamw", "diloco-10-none", "--output", str(tmp_path)]
     command += ["--corpus", str(corpus)]

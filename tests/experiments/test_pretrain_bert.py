@@ -54,9 +54,7 @@ def test_a_run_writes_numbers_and_a_picture(jobs: Jobs, tmp_path: Path, corpus: 
     assert "1-bit Adam: validation loss" in ended.stdout
 
 
-def test_a_pre_ln_bert_trains_and_drops_layers_where_the_configuration_says(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pre_ln_bert_trains_and_drops_layers_where_the_configuration_says(tmp_path, corpus, capsys) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.5}}))
     assert on_one_rank(tmp_path, corpus, "--pre-ln", "--optimizer", "adamw", "--config", str(config)) == 0
@@ -68,9 +66,7 @@ def test_a_pre_ln_bert_trains_and_drops_layers_where_the_configuration_says(
     assert "give --pre-ln" in capsys.readouterr().err
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path, corpus, capsys) -> None:
     assert on_one_rank(tmp_path, corpus) == 0
     whole = written(tmp_path / "results", "pretrain_bert")["runs"]
     for run in (tmp_path / "runs" / "pretrain_bert").glob("*/"):

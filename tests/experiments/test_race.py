@@ -6,8 +6,6 @@ import socket
 import sys
 import time
 from collections import Counter
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -42,9 +40,7 @@ def turn(seconds: float, waited: float = 0.0, interface_bytes: float = 0.0) -> d
     interface_bytes=st.integers(0, 10**9),
     megabits=st.none() | st.floats(1, 1e4),
 )
-def test_the_parts_are_the_step(
-    seconds: list[float], waited: float, alone: float, interface_bytes: int, megabits: float | None
-) -> None:
+def test_the_parts_are_the_step(seconds, waited, alone, interface_bytes, megabits) -> None:
     turns = [turn(one, waited * one, interface_bytes) for one in seconds]
     parts = split_step(turns, [turn(alone)], megabits)
     assert parts.compute + parts.encode + parts.wire + parts.wait == pytest.approx(parts.seconds)
@@ -227,9 +223,7 @@ def test_bytes_are_the_interfaces() -> None:
 
 
 @pytest.mark.parametrize("command", [collectives, local_steps, shards, unseen])
-def test_without_links_to_shape_nothing_is_measured(
-    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_links_to_shape_nothing_is_measured(command, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(command, "missing", lambda: "it takes root to make network namespaces")
     assert command.main(["--output", str(tmp_path)]) == 2
     assert "no links to shape: it takes root" in capsys.readouterr().err

@@ -119,14 +119,7 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "change", "complaint"), REFUSED, ids=[one[2] for one in REFUSED])
-def test_what_does_not_go_together_is_refused(
-    arguments: str,
-    change: Callable[[dict[str, Any]], object],
-    complaint: str,
-    started: list[list[str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_does_not_go_together_is_refused(arguments, change, complaint, started, tmp_path, capsys) -> None:
     path = tmp_path / "ethernet_losses.json"
     content = json.loads(path.read_text())
     change(content)

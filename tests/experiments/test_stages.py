@@ -59,9 +59,7 @@ def train(job: Job, ranks: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("optimizer", "tolerance"), [("adamw", 1e-5), ("onebit-adam", 0.05)])
-def test_a_saved_run_goes_on_with_the_same_batches_on_other_ranks(
-    job: Job, tmp_path: Path, optimizer: str, tolerance: float
-) -> None:
+def test_a_saved_run_goes_on_with_the_same_batches_on_other_ranks(job, tmp_path, optimizer, tolerance) -> None:
     folder = str(tmp_path / "saved")
     saved = train(replace(job, runs=[Run("saved", optimizer, 1, save=folder, save_at=3)]), 2, tmp_path)["saved"]
     resumed = train(replace(job, runs=[Run("resumed", optimizer, 1, load=folder)]), 3, tmp_path)["resumed"]

@@ -83,9 +83,7 @@ def test_tuning_compares_learning_rates(tmp_path: Path) -> None:
     assert not (tmp_path / "convergence.png").exists()
 
 
-def test_lion_writes_numbers_and_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lion_writes_numbers_and_picture(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(sweep, "_MOST_BEYOND", 0)
     monkeypatch.setattr(lion, "_SIZE", CharacterModelSize(layers=2, width=48, heads=3, length=12))
     corpus = write_text(tmp_path / "shopping.txt", 500)
@@ -131,9 +129,7 @@ def test_methods_are_compared_at_their_best_rates() -> None:
     assert titles(found) == ["1-bit Adam sends 32x fewer bytes and ends 5.0% above AdamW's loss"]
 
 
-def test_text_classification_writes_numbers_and_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_classification_writes_numbers_and_picture(tmp_path, capsys, monkeypatch) -> None:
     shopping, counting = write_text(tmp_path / "shopping.txt", 40), tmp_path / "counting.txt"
     counting.write_text("".join(f"{number} and {number + 1} are {2 * number + 1}\n" for number in range(60)))
     monkeypatch.setattr(sweep, "_MOST_BEYOND", 0)
@@ -206,9 +202,7 @@ def test_growth_finds_the_longest_sequence(coefficients: tuple[float, ...], degr
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 @pytest.mark.programs
-def test_long_sequences_write_numbers_and_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_sequences_write_numbers_and_picture(tmp_path, monkeypatch, capsys) -> None:
     """In this process, which has held more before: what its peaks would say of BERT is made up."""
 
     def measure_here(work: Callable[..., Any], *arguments: Any, imported_before: object) -> Any:

@@ -156,9 +156,7 @@ def test_what_an_optimizer_without_an_engine_refuses(tmp_path: Path) -> None:
         ({"warmup_steps": 1}, r"freeze_step=3 .* too few of 20 steps.* Give freeze_step=4 or later"),
     ],
 )
-def test_a_freeze_that_comes_too_early_is_refused_before_the_first_step(
-    engine: bool, warmup: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_a_freeze_that_comes_too_early_is_refused_before_the_first_step(engine, warmup, message, tmp_path) -> None:
     options = {"freeze_step": 3}
     changes = warmup | {"max_steps": 20}
     if engine:

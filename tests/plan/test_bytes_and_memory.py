@@ -12,7 +12,6 @@ from tests.plan.strategies import ethernet
 from thinwire import DiLoCo, OneBitAdam, ShardedOptimizer
 from thinwire.comm import Communicator, threads
 from thinwire.compress import Exchange, make_codec
-from thinwire.compress.packet_layout import CodecName
 from thinwire.plan import Matrices, Method, Prediction, Schedule, Transformer, Workload, methods_for, predict
 from thinwire.plan.cluster import two_legs
 from thinwire.plan.methods import CODECS, OuterSchedule
@@ -151,9 +150,7 @@ def test_every_optimizer_of_the_registry(algorithm: str, stage: int, dtype, by_n
         ("int4", 1, None, {"exp_avg": 1, "exp_avg_sq": 1}),
     ],
 )
-def test_bytes_and_memory_of_diloco(
-    codec: CodecName, fragments: int, nodes: list[int] | None, share: dict[str, int]
-) -> None:
+def test_bytes_and_memory_of_diloco(codec, fragments, nodes, share) -> None:
     """Byte for byte what a run sends on average and in a burst; and to a tenth, as formulas know no padding, what is
     held for outer steps."""
     ranks, every = 4, 5

@@ -220,9 +220,7 @@ def test_without_overlap_everything_adds_up(computation: float, count: int, each
 
 
 @given(durations, st.integers(1, 40), costs, costs, st.floats(0, 1))
-def test_the_last_bucket_leaves_after_everything(
-    computation: float, count: int, each: Cost, last: Cost, overlap: float
-) -> None:
+def test_the_last_bucket_leaves_after_everything(computation, count, each, last, overlap) -> None:
     seconds = seconds_beside(computation, Buckets(count, each, last), overlap)
     assert seconds * (1 + 1e-9) >= computation + count * each.codec + last.total
     assert seconds <= (computation + count * each.total + last.total) * (1 + 1e-9)

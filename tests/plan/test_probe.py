@@ -185,9 +185,7 @@ def test_an_exact_line_is_found(intercept: float, slope: float) -> None:
     st.lists(st.integers(0, 5), min_size=0, max_size=2, unique=True),
     st.floats(3, 100),
 )
-def test_two_of_eight_may_be_far_too_slow_without_moving_large_transfers(
-    intercept: float, slope: float, disturbed: list[int], factor: float
-) -> None:
+def test_two_of_eight_may_be_far_too_slow_without_moving_large_transfers(intercept, slope, disturbed, factor) -> None:
     seconds = [intercept + slope * amount for amount in AMOUNTS]
     for index in disturbed:
         seconds[index] *= factor

@@ -314,9 +314,7 @@ class PostNorm(nn.Module):
         (lambda: Of(lambda hidden: {"hidden": hidden}), TypeError, "returned dict"),
     ],
 )
-def test_layers_that_show_it_when_run(
-    make: Callable[[], nn.Module], error: type[Exception], match: str, step: int
-) -> None:
+def test_layers_that_show_it_when_run(make, error, match, step) -> None:
     torch.manual_seed(0)
     layers = nn.ModuleList([Residual(), make()])
     schedule = ProgressiveLayerDrop(0.0, 1.0)

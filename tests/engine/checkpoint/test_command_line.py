@@ -142,9 +142,7 @@ def test_sealed_values_of_other_types_are_one_error_to_all(tmp_path, values, cap
         (("repair", "{}/in"), "repair"),
     ],
 )
-def test_bad_usage(
-    tmp_path: Path, values: Values, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], complaint: str
-) -> None:
+def test_bad_usage(tmp_path, values, capsys, arguments, complaint) -> None:
     (tmp_path / "pickles").mkdir()
     torch.save({}, tmp_path / "pickles" / "weights.pt")
     code, printed, said = run(capsys, *(argument.format(tmp_path) for argument in arguments))

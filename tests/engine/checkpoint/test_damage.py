@@ -78,9 +78,7 @@ DAMAGES = (flip_a_byte, truncate, lengthen, Path.unlink, put_a_folder_there, put
 
 
 @pytest.mark.parametrize(("damage", "file", "size"), pairwise(DAMAGES, FILES, [1, 3]))
-def test_the_one_before_is_loaded_with_a_warning(
-    two: tuple[Path, Values, Values], file: str, damage: Damage, size: int
-) -> None:
+def test_the_one_before_is_loaded_with_a_warning(two, file, damage, size) -> None:
     folder, older, _ = two
     damage(folder / "step-2" / file)
     (warning,) = load(folder, older, size)
@@ -171,9 +169,7 @@ def test_a_checkpoint_of_another_model_is_passed_over(tmp_path: Path) -> None:
         ({"bias": None}, r"'bias', bfloat16 of shape \(1,\), is in it and not in this model"),
     ],
 )
-def test_a_model_changed_since_the_save_is_refused_on_every_rank(
-    two: tuple[Path, Values, Values], change: dict[str, tuple[tuple[int, ...], torch.dtype] | None], complaint: str
-) -> None:
+def test_a_model_changed_since_the_save_is_refused_on_every_rank(two, change, complaint) -> None:
     parameters = {**two[2].model.parameters, **change}
     changed = ModelDescription({name: one for name, one in parameters.items() if one is not None})
 
@@ -185,9 +181,7 @@ def test_a_model_changed_since_the_save_is_refused_on_every_rank(
 
 
 @on_threads(2)
-def test_a_model_that_one_rank_has_otherwise_is_refused_on_every_rank(
-    comm: Communicator, two: tuple[Path, Values, Values]
-) -> None:
+def test_a_model_that_one_rank_has_otherwise_is_refused_on_every_rank(comm, two) -> None:
     description = two[2].model if comm.rank else ModelDescription({})
     refused(CheckpointError, "not in this model", CheckpointStore(two[0], comm).load, description=description)
 
@@ -202,9 +196,7 @@ def test_a_model_that_one_rank_has_otherwise_is_refused_on_every_rank(
         ([], "no rank gave a weight of 'w'"),
     ],
 )
-def test_slices_with_gaps_or_overlaps_are_not_published(
-    tmp_path: Path, starts: list[tuple[int, int]], complaint: str
-) -> None:
+def test_slices_with_gaps_or_overlaps_are_not_published(tmp_path, starts, complaint) -> None:
     model = ModelDescription({"w": ((2, 3), torch.float32)})
     flat = torch.arange(6.0)
 
@@ -272,9 +264,7 @@ def test_a_link_in_the_place_of_a_new_file_is_not_written_through(tmp_path: Path
     assert not outside.exists()
 
 
-def test_what_comes_from_files_gives_the_terminal_no_commands(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_comes_from_files_gives_the_terminal_no_commands(tmp_path, capsys, monkeypatch) -> None:
     escape = "\x1b]0;owned\x07\x9b31m"
     save(tmp_path, ("a", Values(1, 1, {f"{escape}weight": (2,)}, {"weight": torch.float32, escape: torch.float32})))
     encode = Manifest.decode((tmp_path / "a" / "manifest.json").read_bytes())

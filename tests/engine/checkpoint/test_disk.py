@@ -177,9 +177,7 @@ def test_everything_is_on_the_disk_before_it_is_named(tmp_path: Path, calls: lis
     assert named < pointed
 
 
-def test_an_older_one_is_removed_only_after_the_new_one_is_on_the_disk(
-    tmp_path: Path, calls: list[tuple[str, str]]
-) -> None:
+def test_an_older_one_is_removed_only_after_the_new_one_is_on_the_disk(tmp_path, calls) -> None:
     store = alone(tmp_path, keep=2)
     for tag in "abc":
         calls.clear()

@@ -132,9 +132,7 @@ def test_a_mark_that_says_nothing(tmp_path: Path, content: str | None) -> None:
     assert not partial.exists()
 
 
-def test_without_locks_only_the_dead_are_cleared_up_and_one_warning_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_only_the_dead_are_cleared_up_and_one_warning_says_so(tmp_path, monkeypatch) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -316,9 +314,7 @@ def test_a_checkpoint_removed_before_it_is_opened(tmp_path: Path, monkeypatch: p
         threads.run(work, 3)
 
 
-def test_a_file_that_is_opened_again_must_be_the_one_that_was_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_opened_again_must_be_the_one_that_was_verified(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(files, "_MOST_OPEN", 1)
     values = Values(1, 3)
     save(tmp_path / "one", ("x", values))

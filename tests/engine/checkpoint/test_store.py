@@ -86,9 +86,7 @@ def test_leftovers_of_killed_saves_are_removed_at_the_next(tmp_path: Path) -> No
     assert load(tmp_path, second) == []
 
 
-def test_an_asynchronous_save_holds_what_was_there_when_it_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_asynchronous_save_holds_what_was_there_when_it_began(tmp_path, monkeypatch) -> None:
     values = Values(1, 3)
     begin = threading.Event()
     write = store.write_rank_file
@@ -190,9 +188,7 @@ def test_a_rank_that_leaves_ends_the_others_and_publishes_nothing(tmp_path: Path
     assert alone(tmp_path).load() is None
 
 
-def test_older_ones_that_cannot_be_removed_do_not_undo_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_ones_that_cannot_be_removed_do_not_undo_the_save(tmp_path, monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise PermissionError("not yours")
 
@@ -236,9 +232,7 @@ MODEL = ModelDescription({"w": ((2, 3), torch.float32)})
         (Snapshot([], MODEL, rank_values={"a": {1}}), "rank_values must hold what JSON can write"),
     ],
 )
-def test_a_snapshot_that_could_not_be_loaded_is_refused_on_every_rank(
-    tmp_path: Path, snapshot: Snapshot, complaint: str
-) -> None:
+def test_a_snapshot_that_could_not_be_loaded_is_refused_on_every_rank(tmp_path, snapshot, complaint) -> None:
     def work(comm: Communicator) -> None:
         own = snapshot if comm.rank == 1 else Snapshot([], MODEL)
         refused((ValueError, TypeError), complaint, CheckpointStore(tmp_path, comm).save, "x", own)
