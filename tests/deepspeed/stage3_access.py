@@ -312,8 +312,6 @@ def sixteen_bit_weights_are_those_of_the_file(comm: Communicator) -> None:
         assert engine.save_16bit_model(folder)
         if comm.rank == 0:
             written = torch.load(f"{folder}/pytorch_model.bin")
-            assert found is not None
-            assert trained is not None
             assert found.keys() == written.keys() == trained.keys() | {"frozen"}
             assert "unmix.weight" in found
             assert found["mix.weight"].dtype is torch.bfloat16

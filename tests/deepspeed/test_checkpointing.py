@@ -55,7 +55,6 @@ def run(module: Counted, x: Tensor, mask: Tensor | None, *, checkpointed: bool) 
     call = checkpointing.checkpoint if checkpointed else lambda function, *args, **kwargs: function(*args, **kwargs)
     plain, out, other = call(module, x, mask, factor=1.5)
     out.square().sum().backward()
-    assert x.grad is not None
     found = [plain, out, x.grad, *(p.grad.clone() for p in module.parameters() if p.grad is not None), torch.rand(2)]
     return found, other
 
@@ -110,7 +109,6 @@ def test_named_random_states_are_replayed() -> None:
     (out.sum() + between.sum()).backward()
     first, second = drawn  # what runs again stops before it is noted
     assert not torch.equal(first, second)
-    assert weight.grad is not None
     torch.testing.assert_close(weight.grad, first + second)
     following = checkpointing.checkpoint(layer, weight)
     assert not any(torch.equal(following, one) for one in (first, second))
@@ -178,7 +176,6 @@ def test_cross_entropy_in_blocks_never_holds_all_logits_in_fp32() -> None:
     with Largest() as seen:
         chunked_cross_entropy(logits, torch.zeros(64, dtype=torch.int64), block_rows=8).backward()
     assert seen.elements == 8 * 100
-    assert logits.grad is not None
     assert logits.grad.dtype == torch.bfloat16
 
 

@@ -166,7 +166,6 @@ def test_idle_values_are_put_to_their_defaults() -> None:
 )
 def test_optimizer_parameters_that_cannot_change_a_step(kind, params, kept) -> None:
     config = load(optimizer={"type": kind, "params": params})
-    assert config.optimizer is not None
     assert config.optimizer.params == kept
     assert sorted(config.remarks.without_effect) == sorted(f"optimizer.params.{name}" for name in params)
 
@@ -218,7 +217,6 @@ def test_old_and_new_spelling_give_the_same(old: dict[str, Any], new: dict[str, 
 def test_an_optimizers_max_grad_norm_is_gradient_clipping(optimizer: str) -> None:
     config = clipped(optimizer)
     assert config.gradient_clipping == 2.5
-    assert config.optimizer is not None
     assert "max_grad_norm" not in config.optimizer.params
     assert not config.remarks.unclipped
     assert clipped(optimizer, gradient_clipping=2.5) == config

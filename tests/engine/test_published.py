@@ -153,7 +153,6 @@ def test_it_trains_as_it_is(name: str) -> None:
     before = json.dumps(FILES[name])
     config, params = load_config(FILES[name], 4), FILES[name]["optimizer"]["params"]
     assert config.train_batch_size == FILES[name]["train_batch_size"]
-    assert config.optimizer is not None
     assert config.optimizer.params["lr"] == params["lr"]
     assert config.optimizer.params.get("bias_correction") == params.get("bias_correction")
     assert config.gradient_clipping == FILES[name].get("gradient_clipping", params.get("max_grad_norm", 0.0))

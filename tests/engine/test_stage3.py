@@ -452,7 +452,6 @@ def bad_models(comm: Communicator, folder: Path) -> None:
         initialize(model=mixed, comm=comm, config=settings(3))
     if comm.size > 1:
         part = comm.split(comm.rank)
-        assert part is not None
         refused(ValueError, "takes all ranks of the job", initialize, model=Tiny(), comm=part, config=settings(3))
 
 

@@ -56,7 +56,6 @@ def making(number: int = signal.SIGTERM) -> Iterator[tuple[subprocess.Popen[str]
         # What a shell runs in the background ignores Ctrl-C, and so would its children.
         preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     ) as maker:
-        assert maker.stdout is not None
         yield maker, maker.stdout.readline().strip()
 
 

@@ -202,7 +202,6 @@ def test_flex_has_the_same_blocks_both_ways(layout: BigBird | Fixed) -> None:
     assert torch.equal(mask.to_dense().bool()[0], index.dense())
     assert mask.kv_indices.device == index.columns.device
     columns = mask.full_q_num_blocks  # what a backward walks along
-    assert columns is not None
     assert torch.equal(columns[0].flatten(), index.column_offsets.diff())
 
 

@@ -87,7 +87,6 @@ def test_diloco_is_validated_at_its_outer_weights_and_sends_at_outer_steps_only(
 def test_the_engine_takes_the_section_of_what_it_knows(name: str) -> None:
     section = engine_section(name, 0.5, 7, weight_decay=0.125)
     config = load_config({"train_batch_size": 4, "optimizer": section}, 2)
-    assert config.optimizer is not None
     assert config.optimizer.type == OPTIMIZERS[name].class_name
     assert config.optimizer.params["lr"] == 0.5
     assert config.optimizer.params["weight_decay"] == 0.125

@@ -77,9 +77,7 @@ def test_what_is_auto_or_left_out_is_what_the_arguments_say(config: dict[str, An
     assert found.seed == 5
     assert not found.fp16.enabled
     assert not found.bf16.enabled
-    assert found.optimizer is not None
     assert found.optimizer.params == {"lr": 3e-4, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.1}
-    assert found.scheduler is not None
     assert found.scheduler.params == {
         "warmup_min_lr": 0.0,
         "warmup_max_lr": 3e-4,
@@ -163,17 +161,13 @@ def test_parameters_that_an_optimizer_lacks_are_left_alone(tmp_path: Path) -> No
         name: complete({"optimizer": {"type": name}}, tmp_path).optimizer for name in ("QHAdamW", "Muon", "Lion")
     }
     for name, optimizer in of_ours.items():
-        assert optimizer is not None
         eps = {"eps": 1e-6} if name == "QHAdamW" else {}
         assert optimizer.params == {"lr": 3e-4, "weight_decay": 0.1, **eps}  # betas are AdamW's
     lion = complete({"optimizer": {"type": "OneBitLion", "params": {"betas": [0.9, 0.95]}}}, tmp_path).optimizer
-    assert lion is not None
     assert lion.params == {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
     sgd = complete({"optimizer": {"type": "sgd", "params": {"momentum": 0.9}}}, tmp_path).optimizer
-    assert sgd is not None
     assert sgd.params == {"lr": 3e-4, "momentum": 0.9, "weight_decay": 0.1}
     adam = complete({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": "auto"}}}, tmp_path).optimizer
-    assert adam is not None
     assert adam.params["freeze_step"] == "auto"
 
 
@@ -199,5 +193,4 @@ def test_what_cannot_work(config: dict[str, Any], changes: dict[str, Any], messa
 
 def test_the_same_schedule_may_be_named_twice(tmp_path: Path) -> None:
     found = complete({"scheduler": {"type": "WarmupCosineLR"}}, tmp_path, lr_scheduler_type="cosine").scheduler
-    assert found is not None
     assert found.params == {"warmup_num_steps": 5, "total_num_steps": 50}

@@ -69,7 +69,6 @@ def test_it_joins_an_elastic_job_late_and_ends_with_it(tmp_path: Path, name: str
 
     def other() -> Any:
         trainer = make(tmp_path / "other", elastic(name), max_steps=last)
-        assert trainer._engine_training is not None
         settings = trainer._engine_training.config.complete(trainer.args, last)
         groups, comm = _parameter_groups(trainer), threads.single(60.0)
         engine: Any = initialize(model=trainer.model, model_parameters=groups, config=settings, comm=comm)[0]

@@ -273,7 +273,6 @@ def test_a_calibration_stands_for_the_cluster(capsys, tmp_path: Path) -> None:
     described = planned(capsys, "--model", "bert-base", "--calibration", path)
     assert (described["nodes"], described["ranks_per_node"]) == (4, 1)
     measured = calibration().link("between")
-    assert measured is not None
     cluster = Cluster(4, 1, measured, measured, calibration().processor)
     assert of(described, "ddp-bf16")["average"]["step"] == predict(WORKLOAD, cluster, Method("ddp-bf16")).step_seconds
     faster = planned(capsys, "--model", "bert-base", "--calibration", path, "--link", "80Gb/s")

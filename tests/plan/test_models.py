@@ -154,7 +154,6 @@ def test_other_families_are_built_by_transformers(tmp_path: Path) -> None:
     assert found.parameters == expected
     assert sorted(one.rows * one.columns for one in found.matrices for _ in range(one.count)) == matrices
     assert found.last_elements == 77 * 48
-    assert found.blocks is not None
     assert (found.blocks.layers, found.blocks.sequence) == (3, 96)
     both = write(tmp_path / "gpt2", model_type="gpt2", architectures=["GPT2LMHeadModel"], **OF_FAMILY["gpt2"])
     assert built_model("it", both).parameters == named_model(str(both)).parameters

@@ -281,7 +281,6 @@ speeds = st.builds(Speed, st.floats(0, 1e-2), st.floats(1e3, 1e12))
 def test_a_link_comes_back_as_it_was(speed, message, measured, ranks) -> None:
     link = Link(speed, message, measured)
     found = calibration(between=link_fit(link, ranks)).link("between")
-    assert found is not None
     for name in COLLECTIVES:
         for others in (2, ranks, 1000):
             expected = link.seconds(name, others, 12345)

@@ -245,7 +245,6 @@ def test_rpe_is_added_and_learned() -> None:
     out = SparseSelfAttention(Dense(2))(q, k, v, rpe=rpe)
     torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=rpe))
     out.square().sum().backward()
-    assert rpe.grad is not None
     assert rpe.grad.any()
 
 

@@ -33,7 +33,6 @@ transformers = pytest.importorskip("transformers")
 def test_whole_blocks_and_back(block: int, length: int) -> None:
     ids = torch.randint(5, 50, (2, length))
     pad, padded, mask, types, positions, embeds = pad_to_block_size(block, ids, pad_token_id=3)
-    assert padded is not None
     assert padded.shape[1] % block == 0
     assert 0 <= pad < block
     assert (padded[:, length:] == 3).all()
@@ -45,7 +44,6 @@ def test_whole_blocks_and_back(block: int, length: int) -> None:
 
 def padded_mask(mask: Tensor) -> Tensor:
     padded = pad_to_block_size(16, torch.randint(5, 50, (2, 10)), mask)[2]
-    assert padded is not None
     assert padded.dtype == mask.dtype
     assert torch.equal(padded[..., :10][..., : mask.shape[-2], :], mask)
     return padded

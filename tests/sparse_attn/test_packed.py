@@ -139,7 +139,6 @@ def test_a_shared_layout_with_masks_by_head(in_place: bool) -> None:
     weight = torch.randn_like(out)
     (wanted,) = torch.autograd.grad(expected, doubled, weight.double())
     out.backward(weight)
-    assert given.grad is not None
     assert relative_error(given.grad, wanted) < 1e-6
 
 

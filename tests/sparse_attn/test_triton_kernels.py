@@ -45,7 +45,6 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str
 )
 def test_in_the_interpreter(interpreted: subprocess.Popen[str], group: str) -> None:
     """Each waits for its own group's line, so that the time a test may take is a group's."""
-    assert interpreted.stdout is not None
     said = []
     for line in interpreted.stdout:
         said.append(line)

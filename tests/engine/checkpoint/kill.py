@@ -217,7 +217,6 @@ def sweep(asynchronous: bool) -> str:
             assert found in (least, least + 1), f"call {number}: save {least} was published, {found} is loaded"
             assert store.save("best", snapshot_of(found + 1, 0, 1))
             loaded = store.load(description=MODEL)
-            assert loaded is not None
             assert number_in(loaded) == found + 1, f"call {number}: the next save"
         return f"{len(published)} calls"
 

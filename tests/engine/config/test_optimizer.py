@@ -33,7 +33,6 @@ def refusal(section: str, kind: str, **params: Any) -> str:
 
 def optimizer_of(kind: str, **params: Any) -> tuple[str, dict[str, Any]]:
     section = load("optimizer", kind, **params).optimizer
-    assert section is not None
     return section.type, dict(section.params)
 
 
