@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from thinwire.engine.checkpoint.files import NotAFileError, open_file
 from thinwire.engine.config.errors import AUTO, ConfigError, dotted, left_auto, section_of, shown, validated
 from thinwire.engine.config.models import EngineConfig, Remarks
-from thinwire.engine.config.rules import check_combinations, settle_idle_keys, take_idle_size
+from thinwire.engine.config.rules import check_combinations, settle_idle_keys
 from thinwire.engine.config.sections import check_optimizer, check_scheduler
 from thinwire.lazy_imports import provided
 from thinwire.optim.settings import LARGEST_NUMBER
@@ -202,7 +202,6 @@ def _load(tree: Mapping[str, Any], world_size: int, label: str) -> EngineConfig:
         given["optimizer"] = check_optimizer(section, problems, notes.unlisted)
     if isinstance(section := given.get("scheduler"), Mapping):
         given["scheduler"] = check_scheduler(section, problems, notes.unlisted)
-    take_idle_size(given, notes.without_effect, problems)
     _fill_batch_sizes(given, world_size, problems)
     config = validated(EngineConfig, given, "", problems, unlisted=notes.unlisted)
     if config is not None:

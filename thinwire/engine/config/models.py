@@ -151,7 +151,7 @@ class ZeroConfig(Section):
     """
 
     stage: WholeNumber = Field(default=0, ge=0, le=3)
-    reduce_bucket_size: WholeNumber = Field(default=_DEFAULT_BUCKET_ELEMENTS, ge=1)
+    reduce_bucket_size: WholeNumber = _DEFAULT_BUCKET_ELEMENTS
     overlap_comm: bool = False
     ignore_unused_parameters: bool = True
     offload_optimizer: OffloadConfig = OffloadConfig()

@@ -19,20 +19,6 @@ _DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "con
 _LOCAL_STEPS = frozenset(name for name in registry.NAMES if registry.entry(name).local_steps)
 _SomeSection = TypeVar("_SomeSection", bound=Section)
 
-_SIZE = "zero_optimization.reduce_bucket_size"
-
-
-def take_idle_size(tree: dict[str, Any], without_effect: dict[str, str], problems: list[str]) -> None:
-    """Take the bucket size out of `tree` at stage 3, where 0 is as good as any."""
-    zero = tree.get("zero_optimization")
-    if not isinstance(zero, dict) or zero.get("stage") != 3 or "reduce_bucket_size" not in zero:
-        return
-    size = zero.pop("reduce_bucket_size")
-    if isinstance(size, bool) or not isinstance(size, int | float) or not float(size).is_integer():
-        problems.append(f'"{_SIZE}" must be a whole number, got {shown(size)}')
-    else:
-        without_effect[_SIZE] = "stage 3 is FSDP2, which reduces and gathers one layer at a time"
-
 
 def settle_idle_keys(config: EngineConfig, without_effect: dict[str, str]) -> EngineConfig:
     """`config` with its idle keys at their defaults, where that matters; paths and reasons join `without_effect`."""
@@ -67,6 +53,9 @@ def _idle_keys(config: EngineConfig) -> Iterator[tuple[str, str]]:
     if config.data_types.grad_accum_dtype not in (None, "fp32", own):
         yield "data_types.grad_accum_dtype", f"gradients of {own} parameters add up in {own}, or in fp32"
     name = config.optimizer.type if config.optimizer is not None else None
+    if zero.stage == 3 and "reduce_bucket_size" in zero.model_fields_set:
+        why = "stage 3 is FSDP2, which reduces and gathers one layer at a time"
+        yield "zero_optimization.reduce_bucket_size", why
     if zero.stage == 3 and "overlap_comm" in zero.model_fields_set:
         yield "zero_optimization.overlap_comm", "stage 3 is FSDP2, which always overlaps"
     elif zero.stage == 0 and zero.overlap_comm:
@@ -114,9 +103,10 @@ def _unread(config: EngineConfig) -> Iterator[tuple[str, str]]:
 
 
 def check_combinations(config: EngineConfig) -> list[str]:
-    """A sentence for each combination in `config` that cannot work."""
-    zero = config.zero_optimization
+    """A sentence for each combination in `config`, with idle keys settled, that cannot work."""
+    zero, size = config.zero_optimization, config.zero_optimization.reduce_bucket_size
     return [
+        *([f'"zero_optimization.reduce_bucket_size" must be at least 1, got {size}'] if size < 1 else ()),
         *_precision(config),
         *_own_optimizer(config),
         *(_disk(config) if "nvme" in (zero.offload_optimizer.device, zero.offload_param.device) else ()),
