@@ -74,7 +74,6 @@ def test_no_sync_is_for_gradients_that_are_whole_and_does_not_nest(comm: Communi
     engine.backward(engine(inputs).sum())
     engine.step()
     assert engine.global_steps == 1
-    engine.close()
 
 
 @on_threads(2)
@@ -94,7 +93,6 @@ def test_the_engines_adam_is_found_as_fused_adam() -> None:
             engine = engine_of(optimizer={"type": kind, "params": {"lr": 0.01}}, zero_optimization={"stage": 1})
             assert isinstance(engine.optimizer, FusedAdam) == found
             assert not isinstance(engine.optimizer, DeepSpeedCPUAdam)
-            engine.close()
 
     on_two_ranks(body)
     for offloads in (False, True):
@@ -115,7 +113,6 @@ def test_a_rank_knows_the_file_that_holds_its_optimizer_state(tmp_path: Path) ->
         manifest = Manifest.decode(manifest_bytes(tmp_path / "first"))
         assert path == tmp_path / "first" / manifest.files[comm.rank].name
         assert path.is_file()
-        engine.close()
 
     on_two_ranks(body)
     assert (tmp_path / "first" / MANIFEST).is_file()
@@ -138,8 +135,6 @@ def test_a_checkpoint_is_universal_as_it_is(tmp_path: Path) -> None:
         assert state == {UNIVERSAL_CHECKPOINT_INFO: {}}
         for mine, theirs in zip(engine.module.parameters(), other.module.parameters(), strict=True):
             assert torch.equal(mine, theirs)
-        engine.close()
-        other.close()
 
     on_two_ranks(body)
     theirs = tmp_path / "theirs" / "global_step1"
@@ -208,8 +203,6 @@ def test_backwards_are_reduced_together(comm: Communicator, stage: int) -> None:
         summed.step()
     assert engine.global_steps == 2
     torch.testing.assert_close(engine.module.state_dict(), summed.module.state_dict())
-    engine.close()
-    summed.close()
 
 
 def test_steps_that_scripts_end_themselves() -> None:
@@ -217,7 +210,6 @@ def test_steps_that_scripts_end_themselves() -> None:
     engine = engine_of(zero_optimization={"stage": 1}, **free)
     assert not engine.managed_gradient_accumulation()
     refuses(engine.coalesce_grad_reduction(), AssertionError, "coalesce_grad_reduction.*Leave it out")
-    engine.close()
     with pytest.raises(AssertionError, match="overlap_comm only with ZeRO stage 2"):
         engine_of(zero_optimization={"stage": 1, "overlap_comm": True}, **free)
     engine_of(zero_optimization={"stage": 2, "overlap_comm": True}, **free).close()
@@ -226,7 +218,6 @@ def test_steps_that_scripts_end_themselves() -> None:
 def test_stage_0_coalesces_nothing_and_takes_buckets_of_odd_size() -> None:
     engine = engine_of(zero_optimization={"stage": 0, "allgather_bucket_size": 1001})
     refuses(engine.coalesce_grad_reduction(), NotImplementedError, "requires ZeRO stage 1, 2 or 3")
-    engine.close()
     for stage in (1, 2):
         engine_of(zero_optimization={"stage": stage, "allgather_bucket_size": 1000}).close()
         with pytest.raises(AssertionError, match=r"is 1001: allgather_bucket_size must be a multiple of nccl_start"):

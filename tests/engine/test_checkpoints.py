@@ -33,10 +33,7 @@ def save_after(path, world: int, stage: int, steps: int, **changes) -> list[floa
     return threads.run(body, world)[0]
 
 
-@pytest.mark.parametrize(
-    ("precision", "saved_stage", "stage"),
-    [({}, 1, 1), ({}, 0, 2), (BF16, 2, 0), (BF16, 1, 2)],
-)
+@pytest.mark.parametrize(("precision", "saved_stage", "stage"), [({}, 1, 1), ({}, 0, 2), (BF16, 2, 0), (BF16, 1, 2)])
 def test_resume_on_other_ranks_and_stages(tmp_path, precision, saved_stage, stage) -> None:
     expected = save_after(tmp_path, 4, saved_stage, 8, **precision)
 

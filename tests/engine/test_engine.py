@@ -17,8 +17,7 @@ PRECISIONS = BF16 | {"fp16": {"enabled": True, "initial_scale_power": 8}}
 
 
 @pytest.mark.parametrize(
-    ("world", "steps", "accumulation", "max_norm"),
-    [(1, 12, 1, 0.0), (4, 12, 1, 0.0), (1, 6, 3, 0.2), (3, 6, 3, 0.2)],
+    ("world", "steps", "accumulation", "max_norm"), [(1, 12, 1, 0.0), (4, 12, 1, 0.0), (1, 6, 3, 0.2), (3, 6, 3, 0.2)]
 )
 def test_losses_are_plain_torchs(world, steps, accumulation, max_norm) -> None:
     expected = torch.tensor(tiny.reference(world, steps, accumulation, max_norm))

@@ -67,7 +67,6 @@ def test_topologies_number_ranks_as_the_mesh_does() -> None:
 def test_a_module_of_layers_refuses_what_it_cannot_take() -> None:
     refused(RuntimeError, "must provide num_stages or topology", PipelineModule, [nn.Linear(1, 1)])
     refused(RuntimeError, "at least 1, not 0", PipelineModule, [nn.Linear(1, 1)], num_stages=0)
-    strange: Any
     for told, strange in (
         ("layers is an iterable .*, not None", {"layers": None}),
         ("or a function, not <class '.*Linear'>", {"layers": [nn.Linear]}),

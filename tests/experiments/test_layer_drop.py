@@ -9,13 +9,7 @@ import pytest
 
 from experiments.layer_drop.__main__ import main
 from experiments.layer_drop.findings import Run, find, largest_error
-from experiments.layer_drop.learning import (
-    DROPPING,
-    POST_LN,
-    PRE_LN,
-    Curve,
-    KeepRates,
-)
+from experiments.layer_drop.learning import DROPPING, POST_LN, PRE_LN, Curve, KeepRates
 from experiments.layer_drop.step_time import Saving
 from tests.experiments.helpers import write_text, written
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from experiments.training.baseline import AveragedLamb
 from experiments.training.findings import compare, headline
-from experiments.training.learners import EngineLearner, Learner, LoopLearner
+from experiments.training.learners import EngineLearner, LoopLearner
 from experiments.training.optimizers import COMPRESSED, ENGINE, OPTIMIZERS, engine_section
 from experiments.training.plans import Plan
 from experiments.training.sweep import best_rate, sweep
@@ -26,7 +26,6 @@ from thinwire.engine import load_config
 def run(comm: Communicator, optimizer: str, plan: Plan = PLAN, kind: str = "loop") -> tuple[Trainer, list[StepReport]]:
     task = LineTask()
     model = task.build_model(plan.seed)
-    learner: Learner
     if kind == "loop":
         learner = LoopLearner(model, plan, optimizer, comm)
     else:

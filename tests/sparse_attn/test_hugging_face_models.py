@@ -14,14 +14,7 @@ from torch import Tensor, nn
 from tests.launching import Jobs
 from tests.refusing import refused
 from tests.sparse_attn.test_hugging_face import batch, logits, make
-from thinwire.sparse_attn import (
-    BigBird,
-    Custom,
-    densify,
-    pad_to_block_size,
-    sparsify,
-    unpad_sequence_output,
-)
+from thinwire.sparse_attn import BigBird, Custom, densify, pad_to_block_size, sparsify, unpad_sequence_output
 
 transformers = pytest.importorskip("transformers")
 

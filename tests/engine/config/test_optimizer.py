@@ -235,10 +235,7 @@ LOCAL = [
     ({"fragments": 0}, '"optimizer.params.fragments" must be a whole number, at least 1 or "auto", got 0'),
     ({"nodes": [0, 0.5]}, '"optimizer.params.nodes" must be a list of whole numbers or "auto" or "flat", got'),
     ({"max_norm": 1.0}, '"optimizer.params.max_norm" can only be 0 or null, got 1.0: use "gradient_clipping"'),
-    (
-        {"elastic": {"workers": 2, "min_workers": 3}},
-        '"optimizer.params" cannot work: min_workers=3 is more than',
-    ),
+    ({"elastic": {"workers": 2, "min_workers": 3}}, '"optimizer.params" cannot work: min_workers=3 is more than'),
     ({"elastic": {"worker": 2}}, '"optimizer.params.elastic.worker" is not a parameter'),
     ({"elastic": 2}, '"optimizer.params.elastic" must be'),
     ({"stage": 1}, '"optimizer.params.stage" can only be null, got 1: it is "zero_optimization.stage"'),
