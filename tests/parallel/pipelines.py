@@ -50,9 +50,7 @@ class Boundary(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Gives its last stage's loss a tensor, and every other stage what `several` says."""
-
-    def __init__(self, width: int, several: bool = False) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.inside = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
