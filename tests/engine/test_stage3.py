@@ -21,8 +21,9 @@ from thinwire import comm as communication
 from thinwire import initialize
 from thinwire.comm import Communicator, threads
 from thinwire.engine import CallError, Engine, NonFiniteError, optimizers
-from thinwire.zero import shard_on_disk, tensor_on_disk
+from thinwire.zero import tensor_on_disk
 from thinwire.zero.fsdp import local_run
+from thinwire.zero.piece_on_disk import PieceOnDisk
 
 PROGRAM = ("-m", "tests.engine.test_stage3")
 UNEVEN = (  # whose shards, or whose division by the number of ranks, 3 ranks try hardest
@@ -37,6 +38,7 @@ ANY = (
     "without_values",
     "one_model_of_two_engines",
     "sixteen_bits",
+    "steps_ahead",
     "what_is_not_finite",
     "evaluation_in_between",
     "own_backwards",
@@ -226,8 +228,7 @@ def parameters_on_a_disk(comm: Communicator, folder: Path) -> None:
     """Bit for bit what training in memory gives, in both precisions, with clipping, accumulation and checkpoints."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_on_disk, "_FEWEST_NUMEL", 16)
-        for module in (tensor_on_disk, shard_on_disk):
-            patch.setattr(module, "PIECE_NUMEL", 500)
+        patch.setattr(tensor_on_disk, "PIECE_NUMEL", 500)
         clipped = {"gradient_clipping": 0.2, "gradient_accumulation_steps": 2}
         for changes in (BF16,) if comm.size == 1 else (clipped, BF16):
             nvme = {"device": "nvme", "nvme_path": str(folder / f"parameters of {len(changes)}")}
@@ -248,6 +249,41 @@ def parameters_on_a_disk(comm: Communicator, folder: Path) -> None:
                         local_run(parameter)[1][1::2].add_(0.25)
             assert torch.equal(everything(engine), everything(plain))
             assert train(engine, range(4, 5)) == train(plain, range(4, 5))
+            engine.optimizer.close()
+
+
+def steps_ahead(comm: Communicator, folder: Path) -> None:
+    """Whatever happens between backward and step; files beside become the step where nothing has."""
+    kept: list[int] = []
+    keep = PieceOnDisk.keep
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_on_disk, "_FEWEST_NUMEL", 16)
+        patch.setattr(tensor_on_disk, "PIECE_NUMEL", 500)
+        patch.setattr(PieceOnDisk, "keep", lambda piece: (kept.append(step), keep(piece))[1])
+        for parameters_too in (False, True):
+            nvme = {"device": "nvme", "nvme_path": str(folder / f"ahead {parameters_too}")}
+            zero = {"stage": 3, "offload_optimizer": nvme} | ({"offload_param": nvme} if parameters_too else {})
+            changes = {"gradient_clipping": 50.0, **BF16}
+            engine = make_engine(comm, settings(3, zero_optimization=zero, **changes))
+            plain = make_engine(comm, settings(3, **changes))
+            for step in range(10):
+                for one in (plain, engine):
+                    loss = loss_of(one, comm.rank, step)
+                    one.backward(1e4 * loss if step == 6 else loss)
+                    weight = one.module.layers[1].up.weight
+                    with torch.no_grad():
+                        if step == 2:
+                            one.optimizer.param_groups[0]["lr"] *= 0.5
+                        elif step == 4:
+                            local_run(weight.grad)[1].mul_(0.5)
+                        elif step == 5:
+                            local_run(weight)[1].mul_(0.5)
+                    one.step()
+                assert engine.get_global_grad_norm() == plain.get_global_grad_norm()
+                assert torch.equal(everything(engine), everything(plain))
+            assert sorted(set(kept)) == [1, 3, 4, 5, 8, 9]
+            assert max(kept.count(4), kept.count(5)) < kept.count(3) == kept.count(1)
+            kept.clear()
             engine.optimizer.close()
 
 
@@ -502,7 +538,11 @@ def test_on_gloo(jobs, tmp_path) -> None:
 @pytest.mark.parametrize(("backend", "size"), [("mpi", 2), ("single", 1)])
 def test_on_other_backends(jobs, tmp_path, backend, size) -> None:
     parts = (UNEVEN[0], "parameters_on_a_disk", "what_is_not_finite", "checkpoints")
-    alone = ("without_values", "layers_are_sharded_apart", "parameters_on_a_disk_that_fails") if size == 1 else ()
+    alone = (
+        ("without_values", "layers_are_sharded_apart", "steps_ahead", "parameters_on_a_disk_that_fails")
+        if size == 1
+        else ()
+    )
     arguments = (*PROGRAM, str(tmp_path), *parts, *alone)
     done = jobs.mpirun(size, *arguments) if backend == "mpi" else jobs.alone(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr

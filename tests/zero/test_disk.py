@@ -19,7 +19,8 @@ from tests.zero.training import ADAMW, MOMENTUM, SGD, build, train
 from thinwire.comm import Communicator, threads
 from thinwire.deepspeed import utils
 from thinwire.optim import Muon
-from thinwire.zero import ShardedOptimizer, gradients_on_disk, shard_on_disk
+from thinwire.zero import ShardedOptimizer, gradients, tensor_on_disk
+from thinwire.zero.piece_on_disk import PieceOnDisk
 
 BF16 = torch.bfloat16
 MUON = {"optimizer_class": Muon, "lr": 0.02}
@@ -29,8 +30,8 @@ ADAGRAD = {"optimizer_class": torch.optim.Adagrad, "lr": 0.02}  # whose state is
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several to a bucket, and parameters in several."""
-    monkeypatch.setattr(shard_on_disk, "PIECE_NUMEL", 100)
-    monkeypatch.setattr(gradients_on_disk, "_PIECE_BYTES", 300)
+    monkeypatch.setattr(tensor_on_disk, "PIECE_NUMEL", 100)
+    monkeypatch.setattr(gradients, "_PIECE_BYTES", 300)
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -94,6 +95,66 @@ def test_the_bits_are_those_of_state_in_memory(tmp_path: Path, stage: int, ranks
             numel = 1 if kind.startswith("scalar.") else dict(make_model().named_parameters())[name].numel()
             assert torch.equal(kept.read(kind, name, 0, numel), read.read(kind, name, 0, numel))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:step .* was skipped")
+@pytest.mark.parametrize(
+    ("stage", "ranks", "dtype", "options"),
+    [(1, 1, BF16, ADAMW), (2, 2, BF16, ADAMW), (2, 3, None, ADAMW), (1, 2, None, SGD), (1, 2, BF16, MOMENTUM)],
+)
+def test_steps_ahead_are_the_step_or_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, ranks: int, dtype, options: dict
+) -> None:
+    """Whatever happens between backward and step; `kept` is which steps were made of files beside."""
+    kept: list[int] = []
+    keep, now = PieceOnDisk.keep, [0]
+    monkeypatch.setattr(PieceOnDisk, "keep", lambda piece: (kept.append(now[0]), keep(piece))[1])
+
+    def backward(model: torch.nn.Module, rank: int, factor: float = 1.0, first: int = 0) -> None:
+        (factor * loss_of(model[first:], rank, now[0]) if not first else model[4].weight.sum() * 0.01).backward()
+
+    def body(comm: Communicator, offload: bool | Path) -> list:
+        model, found = make_model(), []
+        optimizer = build(comm, model, stage, param_dtype=dtype, max_norm=100.0, offload=offload, **options)
+
+        def happen(step: int) -> None:
+            if step == 2:
+                optimizer.param_groups[0]["lr"] *= 0.5
+            elif step == 7:
+                with torch.no_grad():
+                    model[0].weight.mul_(0.5)
+            elif step == 9:
+                utils.safe_set_full_grad(model[2].weight, 0.1 * utils.safe_get_full_grad(model[2].weight))
+            elif step == 10:
+                optimizer.zero_grad()
+                backward(model, comm.rank)
+            elif step in (15, 17):
+                found.append(utils.safe_get_full_fp32_param(model[2].weight))
+            elif step in (12, 13) and stage == 2:
+                backward(model, comm.rank)
+
+        for step in range(19):
+            comm.barrier()
+            now[0] = step
+            optimizer.zero_grad()
+            backward(model, comm.rank, {4: float("nan"), 16: 1e4}.get(step, 1.0), first=4 * (step == 14))
+            happen(step)
+            optimizer.step()
+            found += [weights(model), torch.tensor(optimizer.last_step.grad_norm)]
+        optimizer.close()
+        return found
+
+    memory = threads.run(lambda comm: body(comm, False), ranks)
+    torch.testing.assert_close(
+        threads.run(lambda comm: body(comm, tmp_path), ranks), memory, rtol=0, atol=0, equal_nan=True
+    )
+    every, some = {1, 3, 6, 8, 10, 11, 13, 18} | ({12} if stage == 1 else set()), {2, 7, 9}
+    counts = [kept.count(step) for step in range(19)]
+    if options is MOMENTUM:  # a class of the user's, of which nothing is known
+        assert not any(counts)
+        return
+    assert {step for step, count in enumerate(counts) if count} == every | some
+    assert {step for step, count in enumerate(counts) if count == max(counts)} == every
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -165,7 +226,9 @@ def test_a_file_that_others_change_is_an_error_that_names_it_on_every_rank(tmp_p
         optimizer = build(comm, model, 1, param_dtype=BF16, offload=tmp_path, **ADAMW)
         train(optimizer, model, range(2))
         if comm.rank == 1:
-            change(next(path for path in files_in(tmp_path) if path.parent.name.endswith("1")))
+            for path in files_in(tmp_path):
+                if path.parent.name.endswith("1"):
+                    change(path)
         comm.barrier()
         try:
             train(optimizer, model, range(2, 3))
@@ -184,8 +247,9 @@ def test_a_damaged_file_is_not_saved(tmp_path: Path) -> None:
     model = make_model()
     optimizer = build(threads.single(10.0), model, 1, param_dtype=BF16, offload=tmp_path, **ADAMW)
     train(optimizer, model, range(2))
-    damage(files_in(tmp_path)[1])
-    refused(RuntimeError, r"000001.*\.state holds other bytes", optimizer.state_dict)
+    for path in files_in(tmp_path):
+        damage(path)
+    refused(RuntimeError, r"00000.*\.state holds other bytes", optimizer.state_dict)
     optimizer.close()
 
 

@@ -94,8 +94,7 @@ class Ring:
 
     def expect_if_idle(self, files: Iterable[SwapFile]) -> None:
         """The same, unless others are expected already."""
-        if not (self._expected or self._reading):
-            self.expect(files)
+        self.expect(() if self._expected or self._reading else files)
 
     def blank(self, file: SwapFile) -> Buffer:
         """A buffer to be given back with all that `file` will have."""
@@ -137,6 +136,17 @@ class Ring:
             file.nbytes, file.sums = _paged(nbytes), []
             self._writing[file] = self._start(file, buffer, file.nbytes, os.pwritev)
         self._read_ahead()
+
+    def exchange(self, file: SwapFile, other: SwapFile) -> None:
+        """Have each file what the other has."""
+        self._forget_last()
+        for one in (file, other):
+            if one in self._writing:
+                self._settle(one)
+            if one in self._reading:
+                self._forget_read_ahead(one)
+        file.path, other.path = other.path, file.path
+        file.nbytes, other.nbytes, file.sums, other.sums = other.nbytes, file.nbytes, other.sums, file.sums
 
     @contextmanager
     def noting_errors(self) -> Iterator[None]:
@@ -365,9 +375,7 @@ def _lock(path: Path, patience: float, kind: str) -> int:
 
 def _may_live(owner: str) -> bool:
     number, _, host = owner.partition(" ")
-    if host != socket.gethostname() or not number.isdigit():
-        return True
-    return os.path.exists(f"/proc/{number}")
+    return host != socket.gethostname() or not number.isdigit() or os.path.exists(f"/proc/{number}")
 
 
 def _remove(folder: Path, lock: int, process: int) -> None:

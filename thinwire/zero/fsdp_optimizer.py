@@ -24,11 +24,11 @@ from thinwire.zero.home import NO_GRADIENTS, Fragment, Held, Home, ParameterStat
 from thinwire.zero.master_weights import Run
 from thinwire.zero.rank_checks import clip_coefficient, refuse_unfrozen
 from thinwire.zero.saved_state import STATE_IS_ON_ALL_RANKS, SavedSlice, SliceSource, read_weight
-from thinwire.zero.shard_on_disk import check_in_memory, on_disk
+from thinwire.zero.shard_on_disk import ShardOptimizerOnDisk, StepsAhead, check_in_memory, on_disk
 from thinwire.zero.shard_optimizer import OptimizerClass, ShardOptimizer
 from thinwire.zero.sharded_home import NOT_FINITE, norm_of_averages
 from thinwire.zero.synchronized_optimizer import SynchronizedOptimizer
-from thinwire.zero.tensor_on_disk import TensorOnDisk, saved_slice
+from thinwire.zero.tensor_on_disk import TensorOnDisk, mark_of, on_gradient, saved_slice
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ class _Shard:
     def version(self) -> tuple[int, int]:
         """Changes if the parameter is written, or this rank's part of it."""
         return self.parameter._version, self.shown._version
+
+    def marks(self) -> list[object]:
+        """Others if a value of it is written, or its gradient."""
+        return [mark_of(self.shown), mark_of(_gradient(self.parameter))]
 
 
 class FullyShardedOptimizer(SynchronizedOptimizer):
@@ -173,7 +177,12 @@ class _FullyShardedHome(Home):
         values = [one.values for one in self._held.values()]
         given = runs, values, self._groups, [one.group for one in shards], optimizer_class
         self.disk = None if disk is None else Disk(disk, comm)
-        self.inner = ShardOptimizer(*given) if self.disk is None else on_disk(self.disk, self.names, *given)
+        self._on_disk = [] if self.disk is None else [on_disk(self.disk, self.names, *given)]
+        self.inner = self._on_disk[0] if self._on_disk else ShardOptimizer(*given)
+        self._ahead, self._due, self._marks = StepsAhead(), dict[int, Tensor](), dict[int, object]()
+        for inner in self._on_disk:
+            for run, shard in enumerate(self._held.values()) if inner.can_go_ahead else ():
+                on_gradient(shard.parameter, shard.shown, partial(self._step_ahead, inner, run, shard))
 
     @property
     @override
@@ -219,18 +228,44 @@ class _FullyShardedHome(Home):
         norm /= self.loss_scale
         finite = math.isfinite(norm)
         applied = finite and bool(there)
+        coefficient = clip_coefficient(self._max_norm, norm) / self.loss_scale
         if applied:
             self.watcher.turn.moving = True
             self.steps += 1
-            self._apply(gradients, clip_coefficient(self._max_norm, norm) / self.loss_scale)
+            self._apply(gradients, coefficient)
             self.hooks.weights_stepped()
         else:
             self.hooks.drop_residuals()
+        self._ahead.end_step(self._on_disk, applied and coefficient == 1.0 / self.loss_scale)
+        self._due.clear()
         self.reshard()  # what a forward without backward has left gathered is out of date
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if finite else NOT_FINITE)
 
+    @override
+    def drop(self) -> None:
+        super().drop()
+        self._ahead.drop(self._on_disk)
+        self._due.clear()
+
+    def _step_ahead(self, inner: ShardOptimizerOnDisk, run: int, shard: _Shard, gradient: Tensor) -> None:
+        """Step what is of this shard beside, if its averaged gradient is likely to be the step's."""
+        inner.forget(run)
+        if self._ahead.due(run):
+            on_disk = isinstance(shard.shown, TensorOnDisk)
+            gradients = {} if on_disk else self._due  # of which several make a piece
+            gradients[run] = gradient
+            self._marks[run] = shard.marks()
+            if (following := self._ahead.following.get(run)) is not None:
+                inner.expect({*gradients, following}, [following])
+            inner.step_ahead(gradients, 1.0 / self.loss_scale, [run], uses_up=on_disk)
+
     def _apply(self, gradients: list[Tensor | None], coefficient: float) -> None:
         self._take_over_written()
+        for inner in self._on_disk:
+            for run, shard in enumerate(self._held.values()):
+                if self._marks.get(run) != shard.marks():
+                    inner.forget(run)
+            inner.is_ahead(coefficient)
         for gradient in gradients if coefficient != 1.0 else ():
             if isinstance(gradient, TensorOnDisk):
                 gradient.rest.scale(coefficient)

@@ -1,21 +1,25 @@
-"""Transports of buckets' gradients, and the one that averages them exactly."""
+"""Transports of buckets' gradients, and the one that averages them exactly, in memory or beside state on a disk."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from thinwire.comm import Work
 from thinwire.comm.agreement import NodeLinks
 from thinwire.zero.bucket_layout import BucketLayout, Slot
-from thinwire.zero.disk import SwapFile
+from thinwire.zero.disk import Disk, SwapFile
 from thinwire.zero.gradient_seal import Seal
 from thinwire.zero.master_weights import FlatBucket, ShardedParameters
 from thinwire.zero.placement import Sharding
+
+_PIECE_BYTES = 12 << 20  # of a file, as much as a piece of Adam's state, whose buffers they share
 
 
 class BucketTransport(Protocol):
@@ -77,6 +81,8 @@ class BucketGradients:
     may_stay = True
     files: Sequence[SwapFile] = ()
     """Where a disk has the averages."""
+    then: Callable[[Tensor], None] | None = None
+    """Called at stages 1 and 2 with this rank's averages, of all backwards so far, where a disk has their state."""
 
     def __init__(
         self,
@@ -179,6 +185,8 @@ class BucketGradients:
             self.bucket.shard_of(whole).copy_(average)
         if self.stage == 2:
             self._flat = None
+        elif self.stage and self.then is not None:
+            self.then(self.average)
         if self.stage and received.device.type == "cpu":
             self._spare += [received, whole][: self.stage]
 
@@ -233,10 +241,98 @@ class BucketGradients:
         return torch.empty_like(self.bucket.shard_of(self.bucket.flat), dtype=self.accumulated_dtype)
 
 
-def averaging_gradients(parameters: ShardedParameters, seal: Seal) -> list[BucketGradients]:
-    """What averages every bucket's gradients exactly, each rank keeping what the stage keeps."""
+class GradientsOnDisk(BucketGradients):
+    """The same at stage 2, with averages in files of `disk` from the moment that they are there.
+
+    Their norm is taken before. What a file has against it is in the ring's `error`, but where averages are asked for.
+    """
+
+    def __init__(
+        self,
+        bucket: FlatBucket,
+        name: str,
+        sharding: Sharding,
+        seal: Seal,
+        links: NodeLinks | None,
+        spare: list[Tensor],
+        disk: Disk,
+    ) -> None:
+        super().__init__(bucket, sharding, seal, links, spare)
+        self._disk, self._norm, self._shard = disk, torch.zeros(()), None
+        width, shard = self.accumulated_dtype.itemsize, bucket.layout.shard
+        starts = range(0, shard, max(1, _PIECE_BYTES // width))
+        self._cuts = [slice(start, min(start + starts.step, shard)) for start in starts]
+        plan = partial(disk.plan, f"{name}-gradient")
+        self.files: list[SwapFile] = [plan((cut.stop - cut.start) * width) for cut in self._cuts]
+
+    @property
+    @override
+    def average(self) -> Tensor:
+        """In memory from now on, as it may be written to. Raises SwapFileError."""
+        if self._shard is None:
+            self._shard = self._read().to(self.bucket.flat.device)
+        return self._shard
+
+    @property
+    @override
+    def voted_on(self) -> Tensor:
+        return self._norm if self._shard is None else self._shard
+
+    @override
+    def take_average(self) -> Tensor | None:
+        if self._shard is not None:
+            return self._shard
+        with self._disk.ring.noting_errors():
+            return self._read()
+        return None
+
+    @override
+    def start(self) -> None:
+        if self.filled:
+            self._disk.ring.expect(self.files)  # to be added to
+        super().start()
+
+    @override
+    def end_step(self) -> None:
+        super().end_step()
+        self._shard = None
+
+    @override
+    def _keep_in_shard(self, average: Tensor, add: bool) -> None:
+        ring = self._disk.ring
+        with ring.noting_errors():
+            if add and self._shard is None:
+                self._shard = self._read().to(average.device)
+            super()._keep_in_shard(average, add)
+            assert self._shard is not None
+            self._norm = torch.linalg.vector_norm(self._shard, dtype=torch.float32)
+            for file, cut in zip(self.files, self._cuts, strict=True):
+                values = self._shard[cut]
+                buffer = ring.blank(file)
+                buffer.values[: values.nbytes].view(values.dtype).copy_(values)
+                ring.give_back(file, buffer, values.nbytes)
+            if self.then is not None:
+                self.then(self._shard)
+        self._shard = None
+
+    def _read(self) -> Tensor:
+        values = torch.empty(self.bucket.layout.shard, dtype=self.accumulated_dtype)
+        for file, cut in zip(self.files, self._cuts, strict=True):
+            buffer = self._disk.ring.take(file)
+            values[cut] = buffer.values[: values[cut].nbytes].view(values.dtype)
+            self._disk.ring.give_back(file, buffer, None)
+        return values
+
+
+def averaging_gradients(parameters: ShardedParameters, seal: Seal, disk: Disk | None = None) -> list[BucketGradients]:
+    """What averages every bucket's gradients exactly, each rank keeping what the stage keeps, or a disk."""
     spare: list[Tensor] = []
-    return [BucketGradients(one, parameters.sharding, seal, parameters.links, spare) for one in parameters.buckets]
+    given = parameters.sharding, seal, parameters.links, spare
+    if disk is None:
+        return [BucketGradients(one, *given) for one in parameters.buckets]
+    names = [parameters.names[one.layout.slots[0].parameter] for one in parameters.buckets]
+    named = zip(parameters.buckets, names, strict=True)
+    return [GradientsOnDisk(bucket, name, *given, disk) for bucket, name in named]
 
 
 def _mean(rows: Tensor, divided_by: float, into: Tensor | None = None) -> Tensor:

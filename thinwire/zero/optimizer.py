@@ -26,14 +26,14 @@ from thinwire.lazy_imports import provided
 from thinwire.zero import rounded
 from thinwire.zero.bucket_layout import LARGEST_BUCKET_BYTES, model_state_formula
 from thinwire.zero.disk import Disk
-from thinwire.zero.gradients import BucketGradients, averaging_gradients
-from thinwire.zero.gradients_on_disk import GradientsOnDisk
+from thinwire.zero.gradients import averaging_gradients
 from thinwire.zero.home import NO_GRADIENTS, Held, Home, ParameterState, StepResult
 from thinwire.zero.master_weights import ShardedParameters, bring_beside
+from thinwire.zero.piece_on_disk import MASTER
 from thinwire.zero.placement import PLAIN_AVERAGING, Averaging, Sharding
 from thinwire.zero.rank_checks import broadcast_from_rank_0, check_same_kind, clip_coefficient, compare_replicas
 from thinwire.zero.saved_state import SavedSlice, SliceSource
-from thinwire.zero.shard_on_disk import MASTER, ShardOptimizerOnDisk, check_in_memory
+from thinwire.zero.shard_on_disk import ShardOptimizerOnDisk, StepsAhead, check_in_memory
 from thinwire.zero.shard_optimizer import OptimizerClass, ShardOptimizer, check_optimizer_class
 from thinwire.zero.sharded_home import (
     NOT_FINITE,
@@ -178,19 +178,22 @@ class _ElementwiseHome(ShardedHome):
         (sharding.averaging if self._keeps_gradients else PLAIN_AVERAGING).prepare(self.parameters)
         self.rounded = rounded.rounded_gradients(parameters, self.watcher.seal, lambda: self.loss_scale)
         disk = self.disk = None if sharding.disk is None else Disk(sharding.disk, self.comm)
-        self.gradients = self.rounded or self._averaging_gradients(parameters)
-        groups, group_of = parameters.groups, parameters.order.group_of
-        build = ShardOptimizer if disk is None else partial(ShardOptimizerOnDisk, disk=disk, names=self.names)
-        self.optimizers = [
-            build(kept.runs, kept.views, groups, group_of, optimizer_class, kept.bucket)
-            for kept in parameters.master_weights
-        ]
+        waits_on = None if self._keeps_gradients else disk
+        self.gradients = self.rounded or averaging_gradients(parameters, self.watcher.seal, waits_on)
+        grouped = parameters.groups, parameters.order.group_of
+        kept = [(one.runs, one.views, *grouped, optimizer_class, one.bucket) for one in parameters.master_weights]
+        self._on_disk: list[ShardOptimizerOnDisk] = []
+        if disk is not None:
+            self._on_disk = [ShardOptimizerOnDisk(*one, disk=disk, names=self.names) for one in kept]
+        self.optimizers: Sequence[ShardOptimizer] = self._on_disk or [ShardOptimizer(*one) for one in kept]
+        self._ahead, self._absent = StepsAhead(), frozenset[int]()
         if disk is not None:
             disk.begin()
-            for one, kept in zip(self.optimizers, parameters.master_weights, strict=True):
-                assert isinstance(one, ShardOptimizerOnDisk)
-                initial, kept.moved_out = kept.bucket.take_initial(), one
-                one.begin(None if initial is None else [initial[run.place] for run in kept.runs])
+            for number, (one, weights) in enumerate(zip(self._on_disk, parameters.master_weights, strict=True)):
+                if one.can_go_ahead and sharding.stage:
+                    self.gradients[number].then = partial(self._step_ahead, number)
+                initial, weights.moved_out = weights.bucket.take_initial(), one
+                one.begin(None if initial is None else [initial[run.place] for run in weights.runs])
             disk.finish()
         self.watcher.use(self.gradients, self._keeps_gradients)
         self._comparisons = ComparisonTimes(resync_interval)
@@ -199,14 +202,6 @@ class _ElementwiseHome(ShardedHome):
         """The torch optimizer of the first bucket of which this rank keeps anything."""
         return next((one for one in self.optimizers if one.optimizer is not None), self.optimizers[0]).shown()
 
-    def _averaging_gradients(self, parameters: ShardedParameters) -> Sequence[BucketGradients]:
-        sharding, seal = parameters.sharding, self.watcher.seal
-        if self.disk is None or self._keeps_gradients:
-            return averaging_gradients(parameters, seal)
-        spare: list[Tensor] = []
-        given = sharding, seal, parameters.links, spare, self.disk
-        return [GradientsOnDisk(one, *given, self.names[one.layout.slots[0].parameter]) for one in parameters.buckets]
-
     @override
     def step(self) -> StepResult:
         vote = self._begin_step()
@@ -214,16 +209,18 @@ class _ElementwiseHome(ShardedHome):
         self._parameters.take_over_written()
         norm = vote.norm / self.loss_scale
         applied = vote.finite and len(vote.absent) < len(self.parameters)
+        coefficient = clip_coefficient(self._parameters.sharding.max_norm, norm) / self.loss_scale
         if applied:
             self.steps += 1
-            coefficient = clip_coefficient(self._parameters.sharding.max_norm, norm) / self.loss_scale
             filled = [number for number, gradients in enumerate(self.gradients) if gradients.filled]
+            ahead = {number for number, one in enumerate(self._on_disk) if one.is_ahead(coefficient, vote.absent)}
 
             def move(number: int) -> None:
                 kept = self._parameters.master_weights[number]
-                if not kept.runs:
+                if number in ahead:
+                    self._on_disk[number].step(())
                     return
-                average = self.gradients[number].take_average()
+                average = self.gradients[number].take_average() if kept.runs else None
                 if average is None:
                     return
                 gradient = average.to(torch.float32)
@@ -238,14 +235,37 @@ class _ElementwiseHome(ShardedHome):
                 one.commit()
             if self.disk is not None:
                 for number in reversed(filled):
-                    self.disk.ring.expect((*self.gradients[number].files, *self.optimizers[number].files))
+                    self.disk.ring.expect(() if number in ahead else self.gradients[number].files)
+                    self.disk.ring.expect(self.optimizers[number].files)
             self._parameters.move_and_publish(filled, move)
             if self.disk is not None:
                 self.disk.finish()
             if (self.rounded or self._parameters.sharding.stage == 0) and self._comparisons.due(self.steps, True):
                 self._compare_replicas()
+        self._ahead.end_step(self._on_disk, applied and coefficient == 1.0 / self.loss_scale)
+        self._absent = vote.absent
+        self._expect_after(None)
         self.end_step()
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if vote.finite else NOT_FINITE)
+
+    def _step_ahead(self, number: int, average: Tensor) -> None:
+        """Step a bucket's files beside, if this average is likely to be the step's, but what had none in the last."""
+        self._on_disk[number].forget()
+        if self._ahead.due(number):
+            self._expect_after(number)
+            runs = enumerate(self._parameters.master_weights[number].runs)
+            gradients = {run: average[one.place] for run, one in runs if one.parameter not in self._absent}
+            self._on_disk[number].step_ahead(gradients, 1.0 / self.loss_scale, gradients, not self._keeps_gradients)
+
+    def _expect_after(self, number: int | None) -> None:
+        if (following := self._ahead.following.get(number)) is not None:
+            runs = range(len(self._parameters.master_weights[following].runs))
+            self._on_disk[following].expect(runs, runs)
+
+    @override
+    def drop(self) -> None:
+        super().drop()
+        self._ahead.drop(self._on_disk)
 
     def _compare_replicas(self) -> None:
         """Compare the ranks' weights, and give all of them rank 0's, or their owners', if they differ. Collective."""
@@ -343,6 +363,11 @@ class _ElementwiseState(BucketParameterState):
     def average(self, bucket: int) -> Tensor | None:
         gradients = self._home.gradients[bucket]
         return gradients.average if gradients.filled else None
+
+    @override
+    def gradients_rewritten(self, bucket: int) -> None:
+        for one in self._home._on_disk[bucket : bucket + 1]:
+            one.forget()
 
     @override
     def weights(self, number: int) -> Held:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+import copy
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,24 +11,22 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thinwire.zero.disk import Buffer, Disk, SwapFile
+from thinwire.zero import tensor_on_disk
+from thinwire.zero.disk import Disk, SwapFile
 from thinwire.zero.home import Fragment
 from thinwire.zero.master_weights import FlatBucket, Run
-from thinwire.zero.saved_state import SavedSlice, SliceSource, group_settings, read_weight, state_slices
+from thinwire.zero.piece_on_disk import PieceOnDisk, aligned
+from thinwire.zero.saved_state import SavedSlice, SliceSource, group_settings, read_weight
 from thinwire.zero.shard_optimizer import OptimizerClass, ShardOptimizer, is_of_elements
-from thinwire.zero.tensor_on_disk import PIECE_NUMEL, TensorOnDisk, on_cpu
-
-MASTER = "master"
-"""The kind of fp32 weights that rest with the state of what steps them."""
-
-_ALIGNMENT = 64
+from thinwire.zero.tensor_on_disk import TensorOnDisk
 
 
 class ShardOptimizerOnDisk(ShardOptimizer):
     """The same with its state, and the fp32 weights of `views` in 16 bits, in files of `disk`.
 
     `views` may be on any device, or on the disk themselves; steps are on the CPU, a piece at a time, by a torch
-    optimizer for each. Nothing is there before `begin`.
+    optimizer for each. Nothing is there before `begin`. `can_go_ahead`: whether all that a step changes is known, as of
+    torch's own classes.
     """
 
     def __init__(
@@ -44,28 +41,43 @@ class ShardOptimizerOnDisk(ShardOptimizer):
         disk: Disk,
         names: Sequence[str],
     ) -> None:
-        self._disk, self._pieces = disk, list[_Piece]()
+        self._disk, self._pieces = disk, list[PieceOnDisk]()
+        self._pieces_of: list[list[PieceOnDisk]] = [[] for _ in runs]
         super().__init__([], [], groups, group_of, optimizer_class, bucket)
+        own = optimizer_class.func if isinstance(optimizer_class, partial) else optimizer_class
+        self.can_go_ahead = f"{getattr(own, '__module__', '')}.".startswith("torch.optim.")
         members = {group_of[run.parameter] for run in runs}
         widths = {one: _state_widths(optimizer_class, groups[one], self._shape_of is not None) for one in members}
         alone = {number for number, view in enumerate(views) if isinstance(view, TensorOnDisk)}
-        for cuts in _cut(runs, PIECE_NUMEL if self._shape_of is None else None, alone):
+        for cuts in _cut(runs, tensor_on_disk.PIECE_NUMEL if self._shape_of is None else None, alone):
             parts = [Run(runs[number].parameter, runs[number].start + cut.start, cut) for number, cut in cuts]
             shown = [views[number][cut] for number, cut in cuts]
             nbytes = sum(
-                _aligned(run.numel * width)
+                aligned(run.numel * width)
                 for run, one in zip(parts, shown, strict=True)
                 for width in (*widths[group_of[run.parameter]], *((4,) if one.dtype != torch.float32 else ()))
             )
-            file = disk.plan(names[parts[0].parameter], nbytes)
+            name = names[parts[0].parameter]
+            file = disk.plan(name, nbytes)
+            shadow = sum(aligned(one.nbytes) for one in shown if not isinstance(one, TensorOnDisk))
+            ahead = None
+            if self.can_go_ahead:
+                ahead = disk.plan(name, nbytes), disk.plan(name, shadow) if shadow else None
             build = partial(ShardOptimizer, parts, groups=groups, group_of=group_of, optimizer_class=optimizer_class)
-            self._pieces.append(_Piece(cuts, parts, shown, partial(build, bucket=bucket), disk, file))
-        self.files = [piece.file for piece in self._pieces]
+            self._pieces.append(PieceOnDisk(cuts, parts, shown, partial(build, bucket=bucket), disk, file, ahead))
+            for number, _ in cuts:
+                self._pieces_of[number].append(self._pieces[-1])
 
     def begin(self, exact: Sequence[Tensor] | None = None) -> None:
         """Write fp32 weights to the files: `exact`, or what the views show. Raises SwapFileError."""
         for piece in self._pieces:
             piece.begin(exact)
+
+    @property
+    @override
+    def files(self) -> list[SwapFile]:
+        found = [piece.file if piece.draft is None else piece.shadow for piece in self._pieces]
+        return [one for one in found if one is not None]
 
     @override
     def reset(self) -> None:
@@ -76,12 +88,48 @@ class ShardOptimizerOnDisk(ShardOptimizer):
 
     @override
     def step(self, gradients: Sequence[Tensor | None]) -> None:
-        """Step every view; what a file has against it is in the ring's `error`, and weights after it stay."""
+        """Step every view; what a file has against it is in the ring's `error`, and weights after it stay. Pieces that
+        are ahead have their gradients in that."""
         for piece in self._pieces:
             if self._disk.ring.error is not None:
                 return
             with self._disk.ring.noting_errors():
-                piece.step(gradients)
+                if piece.draft is None:
+                    piece.step(gradients)
+                else:
+                    piece.keep()
+
+    def expect(self, there: Container[int], last: Iterable[int]) -> None:
+        """Read ahead what `step_ahead` will need, once gradients of the runs `there` and of `last` have come."""
+        self._disk.ring.expect(piece.file for piece in self._completed(there, last))
+
+    def step_ahead(
+        self, gradients: Mapping[int, Tensor], coefficient: float, last: Iterable[int], uses_up: bool
+    ) -> None:
+        """Step those pieces beside that have all their gradients, by run, now that those of the runs `last` have come;
+        a step would multiply them by `coefficient`. `uses_up`: they are not needed any more."""
+        made_with = coefficient, copy.deepcopy([group_settings(group) for group in self._groups])
+        for piece in self._completed(gradients, last):
+            with self._disk.ring.noting_errors():
+                piece.step_ahead(gradients, made_with, uses_up)
+
+    def _completed(self, there: Container[int], last: Iterable[int]) -> list[PieceOnDisk]:
+        found = dict.fromkeys(piece for run in last for piece in self._pieces_of[run])
+        return [piece for piece in found if all(run in there for run in piece.of_whole)]
+
+    def is_ahead(self, coefficient: float, absent: Collection[int] = ()) -> bool:
+        """Whether the step is known to be what was made ahead; pieces of which it is not forget that."""
+        made_with = coefficient, [group_settings(group) for group in self._groups]
+        for piece in self._pieces:
+            same = piece.draft is not None and piece.draft.made_with == made_with and not piece.outdated
+            if not same or any(run.parameter in absent for run in piece.runs):
+                piece.draft = None
+        return all(piece.draft is not None for piece in self._pieces)
+
+    def forget(self, run: int | None = None) -> None:
+        """Be no longer ahead, with this run or with any."""
+        for piece in self._pieces if run is None else self._pieces_of[run]:
+            piece.draft = None
 
     @override
     def fragments(self, parameter: int, kind: str) -> list[Fragment]:
@@ -133,6 +181,35 @@ class ShardOptimizerOnDisk(ShardOptimizer):
                             weights.copy_(values[run.start : run.start + run.numel])
 
 
+class StepsAhead:
+    """Which gradients are likely to be the step's: those that as many backwards have brought as in the step before, if
+    that was neither clipped nor skipped. By numbers, of buckets or of runs.
+
+    `following`: after each number the one that came next in that step, and after None the first.
+    """
+
+    def __init__(self) -> None:
+        self._backwards, self._before = dict[int, int](), dict[int, int]()
+        self.following: dict[int | None, int] = {}
+
+    def due(self, number: int) -> bool:
+        """Count a backward that brought a gradient; whether it may be stepped now."""
+        self._backwards[number] = self._backwards.get(number, 0) + 1
+        return self._backwards[number] == self._before.get(number)
+
+    def end_step(self, optimizers: Iterable[ShardOptimizerOnDisk], likely: bool) -> None:
+        """Go by this step of theirs from now on; `likely`: it was as it would have been ahead."""
+        self._before = self._backwards if likely else {}
+        self.following = dict(zip((None, *self._before), self._before, strict=False))
+        self.drop(optimizers)
+
+    def drop(self, optimizers: Iterable[ShardOptimizerOnDisk]) -> None:
+        """Begin anew to count; what they are ahead is forgotten."""
+        self._backwards = {}
+        for one in optimizers:
+            one.forget()
+
+
 def on_disk(
     disk: Disk,
     names: Sequence[str],
@@ -157,126 +234,6 @@ def check_in_memory(disk: Disk | None, kind: str) -> None:
             f"{kind} cannot be set, as optimizer state rests in files of {disk.folder}: load it from a checkpoint, or "
             "leave out the disk"
         )
-
-
-class _Piece:
-    """What is read, stepped and written together: `runs`, parts of parameters, the elements `cuts` of others by number.
-
-    `shown`: where their weights are shown. `outdated`: the numbers of those whose fp32 weights have to follow that.
-    """
-
-    optimizer: ShardOptimizer
-
-    def __init__(
-        self,
-        cuts: Sequence[tuple[int, slice]],
-        runs: Sequence[Run],
-        shown: Sequence[Tensor],
-        build: Callable[[Sequence[Tensor]], ShardOptimizer],
-        disk: Disk,
-        file: SwapFile,
-    ) -> None:
-        self.runs, self.file, self.outdated = runs, file, set(range(len(runs)))
-        self._cuts, self._shown, self._build, self._disk = cuts, shown, build, disk
-        self._apart = [one.dtype != torch.float32 for one in shown]
-        self._views = [
-            torch.empty(0) if apart or one.device.type != "cpu" or isinstance(one, TensorOnDisk) else one
-            for one, apart in zip(shown, self._apart, strict=True)
-        ]
-        self._parked = [view for view, one in zip(self._views, shown, strict=True) if view is not one]
-        self._resting: list[tuple[Tensor, slice]] = []  # what the file has, each with its bytes in it
-
-    @property
-    def master_weights(self) -> list[tuple[Run, Tensor]]:
-        """The fp32 weights that the file has."""
-        return [(run, view) for run, view, apart in zip(self.runs, self._views, self._apart, strict=True) if apart]
-
-    def of(self, parameter: int) -> list[int]:
-        """The numbers of the runs of this parameter."""
-        return [number for number, run in enumerate(self.runs) if run.parameter == parameter]
-
-    def kinds(self, number: int) -> list[str]:
-        """What the file has of a run."""
-        state = self.optimizer.state_of(number)
-        return [kind for kind, value in state.items() if is_of_elements(value)] + [MASTER] * self._apart[number]
-
-    def begin(self, exact: Sequence[Tensor] | None) -> None:
-        """Write fp32 weights, the cuts of `exact` or what is shown."""
-        with self.held():
-            for number, (cut, view) in enumerate(zip(self._cuts, self._views, strict=True)):
-                if exact is not None and self._apart[number]:
-                    view.data = exact[cut[0]][cut[1]]
-            self.optimizer = self._build(self._views)
-
-    def step(self, gradients: Sequence[Tensor | None]) -> None:
-        """Step with what is this piece's of the `gradients` of whole runs."""
-        whole = [(gradients[number], cut) for number, cut in self._cuts]
-        if all(gradient is None for gradient, _ in whole):
-            return
-        with self.held():
-            self.optimizer.step([None if gradient is None else on_cpu(gradient[cut]) for gradient, cut in whole])
-            for shown, view in zip(self._shown, self._views, strict=True):
-                if view is not shown:
-                    shown.copy_(view)
-
-    def read(self, number: int, kind: str, cut: slice = slice(None)) -> Tensor:
-        """A copy of what the file has of a run."""
-        with self.held(changes=False):
-            values: Tensor = self._views[number] if kind == MASTER else self.optimizer.state_of(number)[kind]
-            return values[cut].clone()
-
-    def saved_slices(self, names: Sequence[str], own: Mapping[int, slice]) -> Iterator[SavedSlice]:
-        """Of the elements `own` of whole runs those in this piece, read when they are asked for."""
-        for number, (run, (whole, cut)) in enumerate(zip(self.runs, self._cuts, strict=True)):
-            wanted = own.get(whole, slice(0, 0))
-            place = slice(max(cut.start, wanted.start) - cut.start, min(cut.stop, wanted.stop) - cut.start)
-            if place.start >= place.stop:
-                continue
-            state = {
-                **self.optimizer.state_of(number),
-                **({MASTER: self._views[number]} if self._apart[number] else {}),
-            }
-            for kind in self.kinds(number):
-                state[kind] = torch.empty(run.numel, dtype=state[kind].dtype, device="meta")
-            for one in state_slices(state, names[run.parameter], run.start + place.start, place, run.numel):
-                yield replace(one, read=partial(self.read, number, one.kind, place)) if one.tensor.is_meta else one
-
-    @contextmanager
-    def held(self, changes: bool = True) -> Iterator[None]:
-        """Have all in memory inside; with `changes` it is written afterwards."""
-        ring = self._disk.ring
-        buffer = ring.take(self.file)
-        for tensor, place in self._resting:
-            tensor.data = buffer.values[place].view(tensor.dtype)
-        for number, (view, shown) in enumerate(zip(self._views, self._shown, strict=True)):
-            if view is not shown and (number in self.outdated if self._apart[number] else changes):
-                view.data = on_cpu(shown).float()
-        nbytes = None
-        try:
-            yield
-        finally:
-            if changes:
-                self.outdated.clear()
-                buffer, nbytes = self._lay_out(buffer)
-            for tensor in (*(one for one, _ in self._resting), *self._parked):
-                tensor.data = torch.empty(0, dtype=tensor.dtype)
-            ring.give_back(self.file, buffer, nbytes)
-
-    def _lay_out(self, buffer: Buffer) -> tuple[Buffer, int]:
-        """Move into the buffer, or a larger one, what is not at its place there; how many bytes it then has."""
-        states = [value for state in self.optimizer.states for value in state.values() if is_of_elements(value)]
-        self._resting, end = [], 0
-        for one in [*(weights for _, weights in self.master_weights), *states]:
-            self._resting.append((one, slice(end, end + one.nbytes)))
-            end += _aligned(one.nbytes)
-        if end > buffer.values.numel():
-            buffer = Buffer(end)
-        first = buffer.values.data_ptr()
-        moved = [(one, place) for one, place in self._resting if one.data_ptr() != first + place.start]
-        # Copies of all before any is written: one may lie where another goes.
-        for values, place in [(one.detach().clone(), place) for one, place in moved]:
-            buffer.values[place].view(values.dtype).copy_(values)
-        return buffer, end
 
 
 def _cut(runs: Sequence[Run], most: int | None, alone: Collection[int]) -> list[list[tuple[int, slice]]]:
@@ -304,7 +261,3 @@ def _state_widths(optimizer_class: OptimizerClass, group: Mapping[str, Any], who
     optimizer = optimizer_class([{**group_settings(group), **shapes, "params": [tried]}])
     optimizer.step()
     return [value.itemsize for value in optimizer.state[tried].values() if is_of_elements(value)]
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

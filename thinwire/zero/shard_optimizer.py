@@ -57,9 +57,6 @@ class ShardOptimizer:
         bucket: that they lie in; where parameters have one owner, groups have their "shapes", for optimizers that care.
     """
 
-    files: Sequence[SwapFile] = ()
-    """Those that a step reads and writes, in its order."""
-
     def __init__(
         self,
         runs: Sequence[Run],
@@ -79,6 +76,11 @@ class ShardOptimizer:
         self._optimizer_class = optimizer_class
         self._shape_of = bucket.shape_of if bucket is not None and bucket.layout.whole else None
         self.reset()
+
+    @property
+    def files(self) -> Sequence[SwapFile]:
+        """Those that a step reads, in its order."""
+        return ()
 
     def reset(self) -> None:
         """Have a new optimizer, without state."""
@@ -111,6 +113,21 @@ class ShardOptimizer:
     def states(self) -> list[dict[str, Any]]:
         """The state of every run."""
         return [self.state_of(run) for run in range(len(self._runs))]
+
+    def copies_of_scalars(self) -> list[dict[str, Any]]:
+        """The state of every run, with what has a value for each element as it is, and copies of the rest."""
+        return [
+            {kind: value if is_of_elements(value) else copy.deepcopy(value) for kind, value in state.items()}
+            for state in self.states
+        ]
+
+    def exchange_states(self, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Have `states`, by run; those of before."""
+        before = self.states
+        for view, state in zip(self._views, states, strict=True):
+            assert self.optimizer is not None
+            self.optimizer.state[view] = state
+        return before
 
     def fragments(self, parameter: int, kind: str) -> list[Fragment]:
         """What there is of a parameter's state of this kind."""

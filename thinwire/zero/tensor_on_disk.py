@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -49,18 +50,33 @@ class Shelf:
 
 
 class Rest:
-    """Where `numel` values of a dtype rest. `norm`: their 2-norm, noted as they are written, if `keeps_norm`."""
+    """Where `numel` values of a dtype rest. `norm`: their 2-norm, noted as they are written, if `keeps_norm`. `writes`:
+    how often they have changed. With `has_beside` there is room for others beside, which `keep_ahead` puts in their
+    place. `gradient`: of a parameter's. `then`: called with a gradient when a backward has brought it, flat.
+    """
 
-    def __init__(self, shelf: Shelf, name: str, numel: int, dtype: torch.dtype, keeps_norm: bool = False) -> None:
-        self.shelf, self.numel, self.dtype, self.keeps_norm = shelf, numel, dtype, keeps_norm
+    gradient: Rest | None = None
+    then: Callable[[Tensor], None] | None = None
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        name: str,
+        numel: int,
+        dtype: torch.dtype,
+        keeps_norm: bool = False,
+        has_beside: bool = False,
+    ) -> None:
+        self.shelf, self.numel, self.dtype, self.keeps_norm, self.writes = shelf, numel, dtype, keeps_norm, 0
         sizes = [min(PIECE_NUMEL, numel - start) for start in range(0, numel, PIECE_NUMEL)]
         self._files = [(shelf.disk.plan(name, size * dtype.itemsize), size) for size in sizes]
+        self._beside = [shelf.disk.plan(name, size * dtype.itemsize) for size in sizes if has_beside]
         self.norm = torch.zeros(())
         self._factors: list[float] = []
 
-    def read(self, start: int, stop: int) -> Tensor:
-        """A copy of values, [stop - start]. Raises SwapFileError."""
-        values, ring = torch.empty(stop - start, dtype=self.dtype), self.shelf.disk.ring
+    def read(self, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A copy of values, [stop - start], in another dtype if it is given. Raises SwapFileError."""
+        values, ring = torch.empty(stop - start, dtype=dtype or self.dtype), self.shelf.disk.ring
         parts = list(self._parts(start, stop))
         ring.expect_if_idle(file for file, *_ in parts)
         for file, size, inside, place in parts:
@@ -78,6 +94,7 @@ class Rest:
             given, values = values, self.read(0, self.numel)
             values[start : start + given.numel()] = given
             start = 0
+        self.writes += 1
         self._factors.clear()
         if self.keeps_norm:
             self.norm = torch.linalg.vector_norm(values, dtype=torch.float32)
@@ -89,7 +106,24 @@ class Rest:
 
     def scale(self, factor: float) -> None:
         """Multiply the values, which costs nothing before they are read."""
+        self.writes += 1
         self._factors.append(factor)
+
+    @contextmanager
+    def held(self, start: int, beside: bool) -> Iterator[Tensor]:
+        """Have the values of the file that begins at `start` in memory inside; written afterwards, `beside` if so."""
+        number = start // PIECE_NUMEL
+        file, size = self._files[number]
+        buffer = self.shelf.take(file)
+        try:
+            yield _as(buffer, size, self.dtype)
+        finally:
+            self.shelf.disk.ring.give_back(self._beside[number] if beside else file, buffer, size * self.dtype.itemsize)
+
+    def keep_ahead(self, start: int) -> None:
+        """Have what was written beside."""
+        number = start // PIECE_NUMEL
+        self.shelf.disk.ring.exchange(self._files[number][0], self._beside[number])
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[SwapFile, int, slice, slice]]:
         """The files with these values: each with its size, where they are in it, and among them."""
@@ -160,11 +194,11 @@ class TensorOnDisk(Tensor):
         """A copy in CPU memory. Raises SwapFileError."""
         return self._seen(self.rest.read(self.start, self.start + self._whole.numel()))
 
-    def _held(self, read: bool) -> tuple[Tensor, Tensor]:
-        """All the values, flat, and what is seen of them, on the tensor's device."""
+    def _held(self, read: bool, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """All the values, flat, and what is seen of them, on the tensor's device; read in a dtype."""
         numel, device = self._whole.numel(), self.rest.shelf.device
         if read:
-            flat = self.rest.read(self.start, self.start + numel).to(device)
+            flat = self.rest.read(self.start, self.start + numel, dtype).to(device)
         else:
             flat = torch.empty(numel, dtype=self.rest.dtype, device=device)
         return flat, self._seen(flat)
@@ -193,7 +227,7 @@ class TensorOnDisk(Tensor):
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
         """What FSDP2 sends of this shard."""
-        return (self._held(read=True)[1].to(mp_policy.param_dtype or self.dtype),), None
+        return (self._held(read=True, dtype=mp_policy.param_dtype)[1],), None
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Any = None
@@ -226,6 +260,22 @@ def on_cpu(values: Tensor) -> Tensor:
     return values.read() if isinstance(values, TensorOnDisk) else values.to("cpu")
 
 
+def on_gradient(parameter: Any, shown: Tensor, call: Callable[[Tensor], None]) -> None:
+    """Call with this rank's averaged gradient of a sharded parameter, flat, when a backward brought it; `shown`: its
+    shard."""
+    if not isinstance(shown, TensorOnDisk):
+        parameter.register_post_accumulate_grad_hook(lambda one: call(one.grad.to_local().reshape(-1)))
+    elif shown.rest.gradient is not None:
+        shown.rest.gradient.then = call
+
+
+def mark_of(values: Tensor | None) -> object:
+    """Another one once the values are written."""
+    if isinstance(values, TensorOnDisk):
+        return values.rest, values.rest.writes
+    return None if values is None else (values.data_ptr(), values._version)
+
+
 def saved_slice(kind: str, name: str, start: int, values: Tensor, dtype: torch.dtype | None = None) -> SavedSlice:
     """A checkpoint's slice of these flat values, in another dtype if it is given; read when it is saved."""
     wanted = dtype or values.dtype
@@ -243,14 +293,16 @@ class ParametersOnDisk:
     """
 
     def __init__(self, model: nn.Module, shelf: Shelf) -> None:
-        self._model, self._left = model, dict[str, tuple[Rest, Rest | None]]()
+        self._model, self._left = model, dict[str, Rest]()
         for name, one in model.named_parameters():
             if not hasattr(one, "device_mesh") or one.shape[0] % one.device_mesh.size():
                 continue
             if (numel := one.numel() // one.device_mesh.size()) >= _FEWEST_NUMEL:
                 plan = partial(Rest, shelf, numel=numel)
                 gradient = plan(f"{name}-gradient", dtype=torch.float32, keeps_norm=True)
-                self._left[name] = plan(name, dtype=one.dtype), gradient if one.requires_grad else None
+                values = plan(name, dtype=one.dtype, has_beside=one.requires_grad)
+                values.gradient = gradient if one.requires_grad else None
+                self._left[name] = values
         shelf.disk.begin()
         shelf.disk.ring.keep_half()
 
@@ -260,20 +312,20 @@ class ParametersOnDisk:
         moved: dict[int, nn.Parameter] = {}
         for name, one in list(self._model.named_parameters()):
             if name in self._left and not one.is_meta:
-                moved[id(one)] = _moved(one, *self._left.pop(name))
+                moved[id(one)] = _moved(one, self._left.pop(name))
         for module in self._model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in moved:
                     module._parameters[name] = moved[id(parameter)]
 
 
-def _moved(parameter: Any, rest: Rest, gradient: Rest | None) -> nn.Parameter:
+def _moved(parameter: Any, rest: Rest) -> nn.Parameter:
     local = parameter.to_local()
     rest.write(0, local.reshape(-1))
     local.untyped_storage().resize_(0)  # FSDP2 has another reference until it takes its shards from the parameters
     shown = nn.Parameter(_sharded(parameter, TensorOnDisk(rest, 0, local.shape)), parameter.requires_grad)
-    if gradient is not None:
-        shown.register_post_accumulate_grad_hook(partial(_keep, gradient))  # type: ignore[no-untyped-call]
+    if rest.gradient is not None:
+        shown.register_post_accumulate_grad_hook(partial(_keep, rest.gradient))  # type: ignore[no-untyped-call]
     return shown
 
 
@@ -284,6 +336,8 @@ def _keep(rest: Rest, parameter: Any) -> None:
     if not isinstance(gradient, TensorOnDisk):
         rest.write(0, gradient.reshape(-1))
         parameter.grad = _sharded(parameter, TensorOnDisk(rest, 0, gradient.shape))
+    if rest.then is not None:
+        rest.then(gradient.reshape(-1))
 
 
 def _sharded(like: DTensor, local: Tensor) -> DTensor:
