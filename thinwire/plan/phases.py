@@ -101,11 +101,19 @@ class Setting:
         if offload is not None and host is not None:
             owned = self.parameters / cluster.ranks
             moved = (1 if self.gathers_from_host else 2) * owned * self.workload.element_bytes
-            return moved / host.link + host.adam_seconds(owned, cluster.ranks_per_node, on_disk=offload == "disk")
+            given = owned, cluster.ranks_per_node
+            if offload == "memory":
+                return moved / host.link + host.adam_seconds(*given)
+            return moved / host.link + host.adam_seconds_on_disk(*given, self.shown, self.workload.backward_seconds)
         whole = self.workload.update_seconds
         if whole is None:
             whole = self.parameters / self.cluster.processor.adam
         return whole / (self.cluster.ranks if self.method.stage > 0 else 1)
+
+    @property
+    def shown(self) -> int:
+        """Bytes of an element of what a step changes and other ranks see: stage 3's shards are fp32."""
+        return _FP32 if self.method.stage == 3 else self.workload.element_bytes
 
     @property
     def gathers_from_host(self) -> bool:

@@ -68,6 +68,8 @@ def _offloaded(setting: Setting, held: dict[str, float]) -> dict[str, float]:
         held["master weights"] = setting.parameters * _FP32 / setting.cluster.ranks
     moved = {"memory": 0.0, "disk": 0.0}
     moved[place] += ranks * (held.pop("master weights") + held.pop("optimizer state"))
+    if place == "disk":  # steps are made beside what was there
+        moved[place] = 2 * moved[place] + ranks * setting.parameters * setting.shown / setting.cluster.ranks
     if setting.gathers_from_host:
         moved["memory"] += ranks * (held.pop("weights") + held.pop("gradients"))
     return moved

@@ -208,10 +208,16 @@ class Host:
         if not (self.memory >= 0 and self.disk >= 0 and self.memory + self.disk > 0):
             raise PlanError(f"a host has memory or a disk, got {self.memory!r} and {self.disk!r} bytes")
 
-    def adam_seconds(self, elements: float, ranks: int, *, on_disk: bool) -> float:
-        """Of AdamW on the `elements` of each of a node's `ranks`, the state of which is read and written meanwhile."""
-        seconds = ranks * elements * ADAM_BYTES / self.rate
-        return max(seconds, ranks * elements * 2 * STATE_BYTES / self.disk_rate) if on_disk else seconds
+    def adam_seconds(self, elements: float, ranks: int) -> float:
+        """Of AdamW on the `elements` of each of a node's `ranks`."""
+        return ranks * elements * ADAM_BYTES / self.rate
+
+    def adam_seconds_on_disk(self, elements: float, ranks: int, shown: float, backward: float) -> float:
+        """The same on a disk, of which `backward` seconds hide the step itself, with `shown` bytes an element of new
+        weights; those are read once the step is known not to be clipped."""
+        weights = ranks * elements * shown / self.disk_rate
+        step = max(self.adam_seconds(elements, ranks), ranks * elements * 2 * STATE_BYTES / self.disk_rate + weights)
+        return max(0.0, step - backward) + weights
 
 
 @dataclass(frozen=True)
