@@ -46,7 +46,7 @@ _TIMES_LARGER = 4
 _BUCKET_BYTES = 4 << 20
 _STACK_BYTES = 1 << 20
 _RATE = 1e-4
-_NEW = 1  # first steps, which make the state
+_NEW = 2  # first steps, which make the state, and learn how many backwards a step has
 CASES = {
     "memory": (2, False, False),
     "memory, limited": (2, False, True),
@@ -72,7 +72,7 @@ class _Matrices(nn.Module):
 
 
 class Residual(nn.Module):
-    """x + W2 gelu(W1 x) of fp32 [tokens, width], with bf16 weights; the arithmetic is fp32, fast on every CPU."""
+    """x + W2 gelu(W1 norm(x)) of fp32 [tokens, width], with bf16 weights; the arithmetic is fp32, fast on every CPU."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -84,7 +84,8 @@ class Residual(nn.Module):
         return result
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        inner = functional.gelu(functional.linear(hidden.float(), self.weights.wide.float()))
+        normed = functional.layer_norm(hidden.float(), hidden.shape[-1:])
+        inner = functional.gelu(functional.linear(normed, self.weights.wide.float()))
         return hidden + functional.linear(inner, self.weights.narrow.float())
 
 
@@ -170,7 +171,7 @@ def _train(comm: Communicator, options: argparse.Namespace) -> None:
         train = _Training(engine, engine.backward, engine.optimizer)
     else:
         model = nn.Sequential(*[Residual(options.width) for _ in range(options.layers)])
-        settings = {"stage": 2, "max_norm": 1.0, "bucket_bytes": _BUCKET_BYTES, "lr": _RATE, "fused": True}
+        settings = {"stage": 2, "max_norm": options.max_norm, "bucket_bytes": _BUCKET_BYTES, "lr": _RATE, "fused": True}
         offload = options.folder if on_disk else False
         sharded = ShardedOptimizer(model.parameters(), torch.optim.AdamW, comm=comm, offload=offload, **settings)
         train = _Training(model, Tensor.backward, sharded)
@@ -180,7 +181,7 @@ def _train(comm: Communicator, options: argparse.Namespace) -> None:
         hidden = torch.randn(options.tokens, options.width, generator=generator)
         comm.barrier()
         started, bytes_before = time.perf_counter(), _disk_bytes()
-        train.backward(train.model(hidden).square().mean())
+        train.backward(functional.layer_norm(train.model(hidden), hidden.shape[-1:]).sub(hidden).square().mean())
         train.optimizer.step()
         train.optimizer.zero_grad()
         comm.barrier()
@@ -217,7 +218,7 @@ def _engine(comm: Communicator, options: argparse.Namespace, layers: int, width:
         "train_micro_batch_size_per_gpu": options.tokens,
         "optimizer": {"type": "AdamW", "params": {"lr": _RATE, "weight_decay": 0.01}},
         "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
+        "gradient_clipping": options.max_norm,
         "zero_optimization": zero,
     }
     return initialize(model=model, config=config, comm=comm)[0]
@@ -256,7 +257,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--width", type=positive, default=512, metavar="N", help="of the model")
     parser.add_argument("--layers", type=positive, default=80, metavar="N", help="of 8 width^2 elements each")
     parser.add_argument("--tokens", type=positive, default=64, metavar="N", help="of a rank and step")
-    parser.add_argument("--steps", type=positive, default=4, metavar="N", help="of every case, at least 2")
+    parser.add_argument("--max-norm", type=float, default=2.0, metavar="NORM", help="gradients' is 1.1: 1 clips all")
+    parser.add_argument("--steps", type=positive, default=5, metavar="N", help="of every case, at least 3")
     parser.add_argument("--several-ranks", type=positive, nargs="+", default=[1, 2], metavar="N", help="processes")
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES), help="of those, in order")
     parser.add_argument("--case", choices=tuple(CASES), help=argparse.SUPPRESS)
