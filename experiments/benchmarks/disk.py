@@ -216,7 +216,7 @@ def _engine(comm: Communicator, options: argparse.Namespace, layers: int, width:
     zero = {"stage": 3, "offload_optimizer": there, "offload_param": there}
     config = {
         "train_micro_batch_size_per_gpu": options.tokens,
-        "optimizer": {"type": "AdamW", "params": {"lr": _RATE, "weight_decay": 0.01}},
+        "optimizer": {"type": "AdamW", "params": {"lr": _RATE, "weight_decay": 0.01, "fused": True}},
         "bf16": {"enabled": True},
         "gradient_clipping": options.max_norm,
         "zero_optimization": zero,

@@ -59,6 +59,7 @@ class Buffer:
     def __init__(self, nbytes: int) -> None:
         # Private, so that limits on a process's memory count it.
         memory = mmap.mmap(-1, max(_PAGE, _paged(nbytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(memory)
         self.values = torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -102,11 +102,11 @@ class BucketGradients:
         self._flat_dtype = bucket.dtype if stage == 2 else self.accumulated_dtype
         self._wire_dtype = averaging.wire_dtype or (self._flat_dtype if links is None else torch.float32)
         self._divide_first = averaging.divide_first
+        self._seal, self._spare = seal, spare
         self._flat: Tensor | None = None
         self._shard = self._new_shard() if stage == 2 else None
         self.filled = False
         self.layout = bucket.layout
-        self._seal, self._spare = seal, spare
         self._leg_1: tuple[Tensor, Tensor, Work] | None = None
         self._leg_2: tuple[Tensor, Tensor, Work] | None = None
 
@@ -173,7 +173,9 @@ class BucketGradients:
         kept = self._shard if self.stage == 2 else self.bucket.shard_of(whole)
         narrower = self.stage == 0 and self._wire_dtype.itemsize < whole.dtype.itemsize
         into = None if adds or narrower or kept is None or kept.dtype != torch.float32 else kept
-        average = _mean(received.view(self._comm.size, -1), self._divide_first, into)
+        rows = received.view(self._comm.size, -1)
+        total = rows[0].float() if self.stage == 0 or rows.dtype == torch.float32 else self._fp32(rows[0])
+        average = _mean(total, rows[1:], self._divide_first, into)
         if self.stage == 0:
             average = average.to(self._wire_dtype if narrower else whole.dtype)
             gathered = torch.empty_like(whole, dtype=average.dtype) if narrower else whole
@@ -188,7 +190,7 @@ class BucketGradients:
         elif self.stage and self.then is not None:
             self.then(self.average)
         if self.stage and received.device.type == "cpu":
-            self._spare += [received, whole][: self.stage]
+            self._spare += [received, whole][: self.stage] + ([total] if total.dtype != rows.dtype else [])
 
     def wait(self) -> None:
         """Wait for leg 2, where there is one."""
@@ -236,6 +238,9 @@ class BucketGradients:
         nbytes = like.numel() * dtype.itemsize
         memory = torch.from_numpy(np.empty(nbytes + 64, np.uint8))
         return memory[-memory.data_ptr() % 64 :][:nbytes].view(dtype)  # aligned as torch's
+
+    def _fp32(self, values: Tensor) -> Tensor:
+        return self._memory(values, torch.float32).copy_(values)
 
     def _new_shard(self) -> Tensor:
         return torch.empty_like(self.bucket.shard_of(self.bucket.flat), dtype=self.accumulated_dtype)
@@ -305,15 +310,22 @@ class GradientsOnDisk(BucketGradients):
                 self._shard = self._read().to(average.device)
             super()._keep_in_shard(average, add)
             assert self._shard is not None
-            self._norm = torch.linalg.vector_norm(self._shard, dtype=torch.float32)
+            exact = average.copy_(self._shard)
+            self._norm = torch.linalg.vector_norm(exact)
             for file, cut in zip(self.files, self._cuts, strict=True):
                 values = self._shard[cut]
                 buffer = ring.blank(file)
                 buffer.values[: values.nbytes].view(values.dtype).copy_(values)
                 ring.give_back(file, buffer, values.nbytes)
             if self.then is not None:
-                self.then(self._shard)
+                self.then(exact)
+            if exact.device.type == "cpu":
+                self._spare.append(self._shard)
         self._shard = None
+
+    @override
+    def _new_shard(self) -> Tensor:
+        return self._memory(self.bucket.shard_of(self.bucket.flat), self.accumulated_dtype)
 
     def _read(self) -> Tensor:
         values = torch.empty(self.bucket.layout.shard, dtype=self.accumulated_dtype)
@@ -335,13 +347,12 @@ def averaging_gradients(parameters: ShardedParameters, seal: Seal, disk: Disk | 
     return [GradientsOnDisk(bucket, name, *given, disk) for bucket, name in named]
 
 
-def _mean(rows: Tensor, divided_by: float, into: Tensor | None = None) -> Tensor:
-    """The mean of `rows`, [ranks, shard], which were `divided_by` before and are used up, summed in rank order: fp32
-    [shard], in its place if one is given."""
-    total = rows[0].float()
-    for row in rows[1:]:
+def _mean(total: Tensor, others: Tensor, divided_by: float, into: Tensor | None) -> Tensor:
+    """The mean of fp32 `total`, [shard], and the rows `others`, [ranks - 1, shard], which were `divided_by` before and
+    are used up, summed in rank order: fp32 [shard], in the place of `total` or `into` another."""
+    for row in others:
         total.add_(row)
-    if len(rows) > 1:
-        return torch.div(total, len(rows) / divided_by, out=into)
-    average = total if divided_by == 1.0 else total * divided_by
-    return average if into is None else into.copy_(average)
+    into = total if into is None else into
+    if len(others):
+        return torch.div(total, (len(others) + 1) / divided_by, out=into)
+    return total if into is total and divided_by == 1.0 else torch.mul(total, divided_by, out=into)
