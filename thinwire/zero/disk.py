@@ -59,23 +59,23 @@ class Buffer:
     def __init__(self, nbytes: int) -> None:
         # Private, so that limits on a process's memory count it.
         memory = mmap.mmap(-1, max(_PAGE, _paged(nbytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # of a kernel without; the disk reads into large pages at up to twice the rate
+            memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(memory)
         self.values = torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Ring:
-    """Buffers for `files`: as many as keep a disk busy, of the size of the largest. One thread at a time uses it.
+    """Buffers for `files`, as many as keep a disk busy, of the largest's size or, for small ones, a third of it. One
+    thread at a time uses it. `error`: the first that a file had. Half are for what is written if it `keeps_half`."""
 
-    `error`: the first that a file had. `spare`: of the buffers, those that nothing is read into before it is taken.
-    """
-
-    spare = 0
-
-    def __init__(self, files: Sequence[SwapFile], direct: bool) -> None:
+    def __init__(self, files: Sequence[SwapFile], direct: bool, keeps_half: bool = False) -> None:
         largest = max([_PAGE, *(file.room for file in files)])
-        depth = max(_FEWEST_BUFFERS, -(-_BYTES_IN_FLIGHT // largest))
-        self._free = [Buffer(largest) for _ in range(min(depth, len(files) + 1))]
+        count = min(max(_FEWEST_BUFFERS, -(-_BYTES_IN_FLIGHT // largest)), len(files) + 1)
+        third = _paged(largest // 3)
+        several = count > _FEWEST_BUFFERS and 3 * sum(file.room <= third for file in files) >= len(files)
+        self._free = [Buffer(size) for size in [largest] * (count - several) + [third] * (3 * several)]
+        self._spare = count // 2 if keeps_half else 0
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="thinwire state")
         self._flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
         self._expected: deque[SwapFile] = deque()
@@ -84,26 +84,16 @@ class Ring:
         self._last: tuple[SwapFile, Buffer] | None = None
         self.error: SwapFileError | None = None
 
-    def keep_half(self) -> None:
-        """Have nothing read ahead into half of the buffers: what is written takes them."""
-        self.spare = len(self._free) // 2
-
-    def expect(self, files: Iterable[SwapFile]) -> None:
-        """Begin to read `files`, which will be taken in this order, after those that are expected already."""
-        self._expected.extend(files)
-        self._read_ahead()
-
-    def expect_if_idle(self, files: Iterable[SwapFile]) -> None:
-        """The same, unless others are expected already."""
-        self.expect(() if self._expected or self._reading else files)
+    def expect(self, files: Iterable[SwapFile], if_idle: bool = False) -> None:
+        """Begin to read `files`, to be taken in this order after those that are expected already; or only `if_idle`."""
+        if not if_idle or not (self._expected or self._reading):
+            self._expected.extend(files)
+            self._read_ahead()
 
     def blank(self, file: SwapFile) -> Buffer:
         """A buffer to be given back with all that `file` will have."""
-        if file in self._writing:
-            self._settle(file)
-        if file in self._reading:
-            self._forget_read_ahead(file)
-        return self._buffer()
+        self._let_go(file)
+        return self._buffer(file)
 
     def take(self, file: SwapFile) -> Buffer:
         """A buffer with what was written to `file`. Raises SwapFileError: of a write that failed before, if any."""
@@ -115,7 +105,7 @@ class Ring:
         if file not in self._reading:
             if self._expected and self._expected[0] is file:
                 self._expected.popleft()
-            self._reading[file] = self._start(file, self._buffer(), file.nbytes, os.preadv)
+            self._reading[file] = self._start(file, self._buffer(file), file.nbytes, os.preadv)
         buffer, requests = self._reading.pop(file)
         try:
             if _results(file, requests, "read") != file.sums:
@@ -141,11 +131,8 @@ class Ring:
     def exchange(self, file: SwapFile, other: SwapFile) -> None:
         """Have each file what the other has."""
         self._forget_last()
-        for one in (file, other):
-            if one in self._writing:
-                self._settle(one)
-            if one in self._reading:
-                self._forget_read_ahead(one)
+        self._let_go(file)
+        self._let_go(other)
         file.path, other.path = other.path, file.path
         file.nbytes, other.nbytes, file.sums, other.sums = other.nbytes, file.nbytes, other.sums, file.sums
 
@@ -179,13 +166,27 @@ class Ring:
         flags = self._flags
         return buffer, [self._pool.submit(_move, call, file.path, flags, buffer.view[one], one.start) for one in cuts]
 
-    def _buffer(self) -> Buffer:
+    def _buffer(self, file: SwapFile) -> Buffer:
         self._forget_last()
-        while not self._free and self._writing:
-            self._settle(next(iter(self._writing)))
-        while not self._free:
-            self._forget_read_ahead(next(reversed(self._reading)))
-        return self._free.pop()
+        while (found := self._smallest_free(file)) is None:
+            if self._writing:
+                self._settle(next(iter(self._writing)))
+            else:
+                self._forget_read_ahead(next(reversed(self._reading)))
+        return found
+
+    def _smallest_free(self, file: SwapFile) -> Buffer | None:
+        fitting = [one for one in self._free if len(one.view) >= file.room]
+        found = min(fitting, key=lambda one: len(one.view), default=None)
+        if found is not None:
+            self._free.remove(found)
+        return found
+
+    def _let_go(self, file: SwapFile) -> None:
+        if file in self._writing:
+            self._settle(file)
+        if file in self._reading:
+            self._forget_read_ahead(file)
 
     def _forget_last(self) -> None:
         if self._last is not None:
@@ -200,11 +201,13 @@ class Ring:
     def _read_ahead(self) -> None:
         for file in [one for one, (_, requests) in self._writing.items() if all(part.done() for part in requests)]:
             self._settle(file)
-        while self._expected and len(self._free) > self.spare and self._expected[0] not in self._reading:
-            file = self._expected.popleft()
+        while self._expected and len(self._free) > self._spare and (file := self._expected[0]) not in self._reading:
+            if (buffer := self._smallest_free(file)) is None:
+                return
+            self._expected.popleft()
             if file in self._writing:
                 self._settle(file)
-            self._reading[file] = self._start(file, self._free.pop(), file.nbytes, os.preadv)
+            self._reading[file] = self._start(file, buffer, file.nbytes, os.preadv)
 
     def _settle(self, file: SwapFile) -> None:
         """Wait until a file is written."""
@@ -281,8 +284,8 @@ class Disk:
         self._files.append(SwapFile(self.folder / f"{len(self._files):06d}-{plain}{_SUFFIX}", nbytes))
         return self._files[-1]
 
-    def begin(self) -> None:
-        """Set the disk's blocks aside for all that was planned. Collective.
+    def begin(self, keeps_half: bool = False) -> None:
+        """Set the disk's blocks aside for all that was planned, with a ring that `keeps_half`. Collective.
 
         Raises ValueError, on every rank and before anything is written, where there is not enough of them.
         """
@@ -292,7 +295,7 @@ class Disk:
         except ValueError:
             self.close()
             raise
-        self.ring = Ring(self._files, direct)
+        self.ring = Ring(self._files, direct, keeps_half)
 
     def finish(self) -> None:
         """Wait until everything is on the disk. Collective: raises on every rank what failed on any."""
@@ -363,8 +366,9 @@ def _lock(path: Path, patience: float, kind: str) -> int:
                 return descriptor
         except BlockingIOError:
             owner = os.pread(descriptor, 300, 0).decode(errors="replace")
-            # A dead owner's children have its lock until they notice.
-            if time.monotonic() > until or _may_live(owner):
+            number, _, host = owner.partition(" ")
+            dead = host == socket.gethostname() and number.isdigit() and not os.path.exists(f"/proc/{number}")
+            if time.monotonic() > until or not dead:  # a dead owner's children have its lock until they notice
                 os.close(descriptor)
                 raise ValueError(
                     f"{path.parent} holds the {kind} of another job or optimizer, of process {owner}: give "
@@ -372,11 +376,6 @@ def _lock(path: Path, patience: float, kind: str) -> int:
                 ) from None
         os.close(descriptor)
         time.sleep(0.05)
-
-
-def _may_live(owner: str) -> bool:
-    number, _, host = owner.partition(" ")
-    return host != socket.gethostname() or not number.isdigit() or os.path.exists(f"/proc/{number}")
 
 
 def _remove(folder: Path, lock: int, process: int) -> None:

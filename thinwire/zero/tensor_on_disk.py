@@ -78,7 +78,7 @@ class Rest:
         """A copy of values, [stop - start], in another dtype if it is given. Raises SwapFileError."""
         values, ring = torch.empty(stop - start, dtype=dtype or self.dtype), self.shelf.disk.ring
         parts = list(self._parts(start, stop))
-        ring.expect_if_idle(file for file, *_ in parts)
+        ring.expect((file for file, *_ in parts), if_idle=True)
         for file, size, inside, place in parts:
             buffer = self.shelf.take(file)
             values[place] = _as(buffer, size, self.dtype)[inside]
@@ -303,8 +303,7 @@ class ParametersOnDisk:
                 values = plan(name, dtype=one.dtype, has_beside=one.requires_grad)
                 values.gradient = gradient if one.requires_grad else None
                 self._left[name] = values
-        shelf.disk.begin()
-        shelf.disk.ring.keep_half()
+        shelf.disk.begin(keeps_half=True)
 
     @torch.no_grad()
     def move(self) -> None:
