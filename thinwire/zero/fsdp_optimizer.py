@@ -238,6 +238,10 @@ class _FullyShardedHome(Home):
             self.hooks.drop_residuals()
         self._ahead.end_step(self._on_disk, applied and coefficient == 1.0 / self.loss_scale)
         self._due.clear()
+        come: set[int] = set()
+        for run in self._ahead.following.values():
+            come.add(run)
+            self._on_disk[0].expect(come, [run])
         self.reshard()  # what a forward without backward has left gathered is out of date
         return StepResult(applied, norm, "" if applied else NO_GRADIENTS if finite else NOT_FINITE)
 
@@ -255,8 +259,6 @@ class _FullyShardedHome(Home):
             gradients = {} if on_disk else self._due  # of which several make a piece
             gradients[run] = gradient
             self._marks[run] = shard.marks()
-            if (following := self._ahead.following.get(run)) is not None:
-                inner.expect({*gradients, following}, [following])
             inner.step_ahead(gradients, 1.0 / self.loss_scale, [run], uses_up=on_disk)
 
     def _apply(self, gradients: list[Tensor | None], coefficient: float) -> None:
