@@ -252,12 +252,14 @@ def _allowed(options: argparse.Namespace) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(_MODULE, "Trains in a quarter of the memory of an optimizer's state, on a disk.", "ten minutes")
+    parser = Parser(_MODULE, "Trains in a quarter of the memory of an optimizer's state, on a disk.", "five minutes")
     parser.add_argument("--folder", type=Path, default=OUTPUT.parent / "disk", metavar="FOLDER", help="of an NVMe disk")
     parser.add_argument("--width", type=positive, default=512, metavar="N", help="of the model")
     parser.add_argument("--layers", type=positive, default=80, metavar="N", help="of 8 width^2 elements each")
     parser.add_argument("--tokens", type=positive, default=64, metavar="N", help="of a rank and step")
-    parser.add_argument("--max-norm", type=float, default=2.0, metavar="NORM", help="gradients' is 1.1: 1 clips all")
+    parser.add_argument(
+        "--max-norm", type=float, default=2.0, metavar="NORM", help="to clip at; 1 clips all steps of 1 rank"
+    )
     parser.add_argument("--steps", type=positive, default=5, metavar="N", help="of every case, at least 3")
     parser.add_argument("--several-ranks", type=positive, nargs="+", default=[1, 2], metavar="N", help="processes")
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES), help="of those, in order")
