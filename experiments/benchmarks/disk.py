@@ -97,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         refuse_launchers()
         options = _parse(given)
+        if options.steps <= _NEW:
+            raise InputError(f"--steps {options.steps} leaves none to measure after the first {_NEW}: give more")
         check_writable(options.output.parent, "--output")
         check_writable(options.folder, "--folder")
         _disk_rate(options.folder)

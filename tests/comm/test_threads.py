@@ -1,5 +1,6 @@
 """Ranks that are threads; the errors that name ranks; and collectives whose tensors travel through host memory."""
 
+import math
 import secrets
 import threading
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tests.comm.collectives_body import CHECKS
 from tests.refusing import refused
 from thinwire.comm import CommunicationError, CommunicationTimeout, Communicator, init, threads
+from thinwire.comm.agreement import first_difference
 from thinwire.comm.collectives import Staging
 from thinwire.comm.errors import Call, RollCall, describe_failure
 
@@ -282,3 +284,8 @@ def test_an_error_is_for_who_waits_for_that_one() -> None:
     assert log.works[1].wait(1.0)
     assert log.works[0].done()
     refused(RuntimeError, "the transport failed", log.works[0].wait, 1.0)
+
+
+def test_the_first_difference_is_named_and_nan_is_none() -> None:
+    found = threads.run(lambda comm: first_difference(comm, {"a": math.nan, "b": comm.rank // 2}, "compare"), 3)
+    assert found == [(2, "b", 1, 0)] * 3

@@ -66,7 +66,7 @@ def first_difference(comm: Communicator, mine: Mapping[str, Any], doing: str) ->
     everyone = gather(comm, mine, doing)
     for rank, theirs in enumerate(everyone):
         for name in {**everyone[0], **theirs}:
-            if (there := theirs.get(name)) != (first := everyone[0].get(name)):
+            if repr(there := theirs.get(name)) != repr(first := everyone[0].get(name)):  # NaN is NaN
                 return rank, name, there, first
     return None
 
