@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import json
 import mmap
 import os
 import re
@@ -29,7 +28,7 @@ import numpy as np
 import torch
 
 from thinwire.comm import Communicator
-from thinwire.comm.agreement import on_every_rank, raise_together
+from thinwire.comm.agreement import gather, on_every_rank, raise_together
 
 _PAGE = 4096  # whose multiples addresses, offsets and lengths are, as O_DIRECT asks of them
 REQUEST_BYTES = 4 << 20
@@ -326,8 +325,8 @@ class Disk:
 
     def _check_room(self, needed: int) -> None:
         free, device = shutil.disk_usage(self.folder).free, os.stat(self.folder).st_dev
-        mine = json.dumps([socket.gethostname(), device, needed, free, os.fspath(self.folder.parent)])
-        given = [json.loads(one) for one in self._comm.all_gather_bytes(mine.encode(), "check its disk's room")]
+        mine = [socket.gethostname(), device, needed, free, os.fspath(self.folder.parent)]
+        given = gather(self._comm, mine, "check its disk's room")
         for host, number, _, there, path in given:
             wanted = sum(one[2] for one in given if one[:2] == [host, number])
             if wanted > there:

@@ -3,7 +3,6 @@ cut, the ranks that hold the rest, and what tells whether two ranks hold the sam
 
 from __future__ import annotations
 
-import json
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm import Communicator, TorchCommunicator
-from thinwire.comm.agreement import check_same_on_every_rank
+from thinwire.comm.agreement import check_same_on_every_rank, gather
 from thinwire.zero.gradient_seal import SentGradient
 
 
@@ -268,8 +267,8 @@ class Replica:
 
     def _check_whole(self, comm: Communicator, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         whole = [(name, one) for name, one in zip(names, parameters, strict=True) if not is_cut(one)]
-        mine = json.dumps([[name, list(one.shape), checksum(one)] for name, one in whole])
-        of_rank = [json.loads(one) for one in comm.all_gather_bytes(mine.encode(), "compare what is not cut")]
+        mine = [[name, list(one.shape), checksum(one)] for name, one in whole]
+        of_rank = gather(comm, mine, "compare what is not cut")
         for rank, theirs in zip(comm.global_ranks, of_rank, strict=True):
             if theirs != of_rank[0]:
                 other = next((one for one, first in zip(theirs, of_rank[0], strict=False) if one != first), ["", []])
@@ -316,8 +315,7 @@ class Replica:
         mine = [number for number, one in zip(numbers, parameters, strict=True) if one.numel() and self.share(one)]
         if self._stages is None:
             return mine
-        of_rank = self._stages.comm.all_gather_bytes(json.dumps(mine).encode(), "look at all stages' parameters")
-        return [*chain.from_iterable(map(json.loads, of_rank))]
+        return [*chain.from_iterable(gather(self._stages.comm, mine, "look at all stages' parameters"))]
 
     def add_votes(self, votes: Tensor, ranks: int) -> int:
         """Add up over the replica, in place, what `norm_of_averages` has of so many `ranks`; of how many ranks digests
